@@ -24,7 +24,7 @@ from fledge.decode.accept import Chooser, Proposal
 from fledge.decode.strategy import Rollouts, RoundState, Strategy
 from fledge.methods.base import Method, TrainerInputs
 from fledge.methods.block.config import BlockConfig
-from fledge.methods.block.draft import TokenHead
+from fledge.methods.block.heads.base import StepHead
 from fledge.methods.losses.base import Loss, parameter
 from fledge.methods.losses.registry import LOSSES
 from fledge.methods.registry import METHODS, TOKEN_HEADS
@@ -87,6 +87,9 @@ class TwinObjective(nn.Module):
         self.draft_model, self.compute_dtype = draft, None
         self.head = TargetHead.of(given.target_head)
         self.vocabulary = given.selected_token_ids, given.selected_token_mask.bool()
+
+    def begin_step(self, done: float) -> None:
+        """All steps are alike."""
 
     def prepare(self, rows: TokenBatch, answer: Eagle3TargetBatch, seed: int) -> TwinReady:
         assert rows.doc_remaining is not None
@@ -202,7 +205,7 @@ class Brier(Loss):
 # --- a token head of block drafts -----------------------------------------------------------------
 
 
-class Remainders(TokenHead):
+class Remainders(StepHead):
     """A term of the logits for each remainder of the previous token's id."""
 
     def __init__(self, config: BlockConfig) -> None:
@@ -210,8 +213,8 @@ class Remainders(TokenHead):
         self.rank = config.markov_rank
         self.term = nn.Parameter(torch.empty(config.draft_vocab_size, self.rank))
 
-    def features(self, previous_N: Tensor, dtype: torch.dtype) -> Tensor:
-        return nn.functional.one_hot(previous_N % self.rank, self.rank).to(dtype)
+    def features(self, previous_N: Tensor, state_NE: Tensor, memory_NM: Tensor | None) -> Tensor:
+        return nn.functional.one_hot(previous_N % self.rank, self.rank).to(state_NE.dtype)
 
     @property
     def out_WR(self) -> Tensor:  # noqa: N802

@@ -1,10 +1,12 @@
 """One target, a few drafts, and the target's plain greedy answers, built once per session."""
 
 import functools
+from functools import partial
 
 import pytest
 
 from decode.tiny_decode import (
+    HEADS,
     SPARK,
     STOPS,
     make_block,
@@ -46,6 +48,7 @@ def draft_of(target, drafts):
         "dflash trained": lambda: make_block(target, fit=30),
         "dflash causal": lambda: make_block(target, causal=True, fit=30, **sliding),
         "dspark": lambda: make_block(target, fit=30, **SPARK),
+        **{kind: partial(make_block, target, fit=30, **head) for kind, head in HEADS.items()},
         "dspark sure": lambda: make_block(target, fit=30, **SPARK, confidence_threshold=0.3),
     }
     return functools.cache(lambda kind: drafts[kind] if kind in drafts else makers[kind]())

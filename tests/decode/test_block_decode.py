@@ -6,7 +6,7 @@ import torch
 from decode.tiny_decode import AUX, STOPS, make_block
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.strategy import DraftShape, choose
-from fledge.methods.block.decoding import Block, MarkovBlock
+from fledge.methods.block.decoding import Block, StepBlock
 from fledge.methods.block.draft import BlockDraftModel
 from objective.naive_block import block_states
 from objective.naive_eagle3 import Document
@@ -19,7 +19,7 @@ def test_proposals_match_the_textbook_block(target, draft_of, monkeypatch, kind)
     """Compare every proposed token of every round, for rows of different lengths, with a block
     computed in plain loops."""
     draft = draft_of(kind)
-    strategy = MarkovBlock if kind == "dspark" else Block
+    strategy = StepBlock if kind == "dspark" else Block
     assert choose(draft) is strategy
     proposals, propose = [], strategy.propose
     monkeypatch.setattr(

@@ -6,6 +6,7 @@ import pytest
 
 from decode.test_speculative import TREE
 from decode.tiny_decode import (
+    HEADS,
     STOPS,
     backend_of,
     check_replay,
@@ -30,6 +31,7 @@ KINDS = {  # of drafts, by method
     "eagle1": ["eagle1 random", "eagle1 trained", "eagle1 deep"],
     "dflash": ["dflash random", "dflash trained", "dflash causal"],
     "dspark": ["dspark", "dspark sure"],
+    **{kind: [kind] for kind in HEADS},
 }
 WAYS = [
     (kind, way) for method in KINDS for kind in KINDS[method] for way in METHODS[method].strategies
@@ -50,7 +52,7 @@ def test_texts_are_the_targets_own(target, draft_of, asked, answers, kind, metho
     decoder = SpeculativeDecoder(
         target, draft, aux_layer_ids=aux_layer_ids, num_draft_tokens=4, method=method, tree=TREE
     )
-    together = decode(decoder, asked[: 200 if "trained" in kind else 64], batch=8)
+    together = decode(decoder, asked[: 200 if "trained" in kind else 100], batch=8)
     assert outcomes(together) == answers[: len(together)]
     for text in together:
         assert sum(r.emitted for r in text.rounds) == len(text.token_ids) - 1

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from decode.tiny_decode import AUX, SPARK, make_block, make_draft, make_target
+from decode.tiny_decode import AUX, HEADS, SPARK, make_block, make_draft, make_target
 from fledge.decode import accept
 from fledge.decode.speculative import SpeculativeDecoder
 from fledge.decode.stops import Stops
@@ -27,6 +27,12 @@ def small():
         "block": make_block(target, width=4, seed=5),
         "markov": make_block(target, width=4, seed=5, **SPARK),
         "markov, with a threshold": unsure,
+        **{
+            METHODS[kind].own_strategy + f", {kind}": make_block(
+                target, width=5, seed=5, **head | {"candidates": 3}
+            )
+            for kind, head in HEADS.items()
+        },
     }
 
 
@@ -66,7 +72,14 @@ def p_value(target, draft, method, seed, temperature=1.0):
 
 @pytest.mark.parametrize(
     "kind",
-    [*METHODS["eagle3"].strategies, "parallel", "block", "markov", "markov, with a threshold"],
+    [
+        *METHODS["eagle3"].strategies,
+        "parallel",
+        "block",
+        "markov",
+        "markov, with a threshold",
+        *(f"{METHODS[kind].own_strategy}, {kind}" for kind in HEADS),
+    ],
 )
 def test_texts_follow_the_targets_distribution(small, kind):
     target, drafts = small

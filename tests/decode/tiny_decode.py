@@ -7,11 +7,12 @@ from fledge.decode.stops import Stops
 from fledge.decode.strategy import RoundState, Slots, send_rows
 from fledge.decode.target import CachedTarget
 from fledge.measure.replay import Text, replay
+from fledge.methods.base import TrainerInputs
 from fledge.methods.block.draft import BlockDraftModel
-from fledge.methods.block.objective import DFlashTrainerModule, DSparkTrainerModule
 from fledge.methods.eagle1.draft import LlamaEagle1DraftModel
 from fledge.methods.eagle1.objective import Eagle1TrainerModule
 from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
+from fledge.methods.registry import method_of
 
 VOCAB, AUX = 40, [0, 1, 2]
 STOPS = Stops(max_new_tokens=14, eos_token_ids=frozenset({3}))
@@ -135,6 +136,19 @@ def make_eagle1(target, *, layers=1, version=1, fit=0):
     return draft.eval()
 
 
+_CONVOLVED = {"conv_kernel_size": 2, "conv_group_size": 4, "candidates": 8}
+HEADS = {
+    "domino": {
+        "sample_from_anchor": True, "token_head": "domino", "markov_rank": 6, "gru_hidden_dim": 8,
+        "block_size": 4,
+    },
+    "xpress": {"token_head": "xpress", "markov_rank": 6, "num_jacobi_passes": 3},
+    "dflash2": {**_CONVOLVED, "candidate_head": "selector", "selector_rank": 6},
+    "lilicorr": {
+        **_CONVOLVED, "candidate_head": "lilicorr", "lilicorr_num_heads": 2,
+        "lilicorr_factor_dim": 8,
+    },
+}  # fmt: skip
 SPARK = {"sample_from_anchor": True, "markov_rank": 6, "confidence_head": True, "block_size": 4}
 
 
@@ -153,12 +167,18 @@ def make_block(target, *, fit=0, seed=1, width=None, **options):
     with torch.no_grad():
         for name, weight in draft.named_parameters():
             if weight.ndim == 2:
-                weight.normal_(std=0.3 if "markov" in name or "confidence" in name else 0.16)
+                in_head = any(word in name for word in ("_head.", "selector", "lilicorr"))
+                weight.normal_(std=0.3 if in_head else 0.16)
     draft.copy_embeddings_from_target(target.model.embed_tokens)
     draft.copy_head_from_target(target.lm_head)
     if fit:
-        module_type = DSparkTrainerModule if draft.config.markov_rank else DFlashTrainerModule
-        fit_with_head(target, draft, module_type, fit, anchors=1024)
+        method = method_of(draft.config)
+
+        def module_of(*given, target_head, **options):
+            ids, mask = options.pop("selected_token_ids"), options.pop("selected_token_mask")
+            return method.objective(*given, TrainerInputs(ids, mask, target_head, None), **options)
+
+        fit_with_head(target, draft, module_of, fit, anchors=1024, gamma=4.0)
     return draft.eval()
 
 

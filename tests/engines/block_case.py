@@ -89,7 +89,7 @@ class BlockCase:
         if draft.token_head is None or draft.confidence_head is None:
             return results
         before_J = torch.cat([torch.tensor(self.text[-1:]), tokens_J[:-1]])
-        features_JR = draft.token_head.features(before_J, torch.float32)
+        features_JR = draft.token_head.features(before_J, states_JE, None)
         return results | {
             "biases": F.linear(features_JR, draft.token_head.out_WR),
             "confidence": draft.confidence_head(states_JE, features_JR).sigmoid(),

@@ -9,6 +9,14 @@ from fledge.methods.block.draft import BlockDraftModel
 from fledge.target.hf.model import HFEagle3TargetModel
 
 _DSPARK = {"sample_from_anchor": True, "markov_rank": 8, "confidence_head": True}
+_DFLASH2 = {
+    "candidate_head": "selector", "candidates": 8, "selector_rank": 8, "conv_kernel_size": 2,
+    "conv_group_size": 8,
+}  # fmt: skip
+_LILICORR = {
+    "candidate_head": "lilicorr", "candidates": 4, "lilicorr_num_heads": 4,
+    "lilicorr_factor_dim": 8, "lilicorr_hidden_size": 16,
+}  # fmt: skip
 KINDS = {
     "dflash": {},
     "dflash, small vocabulary": {"draft_vocab_size": 90},
@@ -17,7 +25,16 @@ KINDS = {
     "dspark": _DSPARK,
     "dspark, small vocabulary": {**_DSPARK, "draft_vocab_size": 90},
     "dspark without confidence": {**_DSPARK, "confidence_head": False},
-}
+    "dflash2": _DFLASH2,
+    "dflash2, windows both ways": {
+        **_DFLASH2, "sliding_layers": [0, 1], "sliding_window": 6, "sliding_both_ways": True,
+    },
+    "lilicorr": _LILICORR,
+    "lilicorr with convolutions": {**_LILICORR, "conv_kernel_size": 2, "conv_group_size": 8},
+    "domino": {
+        "token_head": "domino", "markov_rank": 8, "gru_hidden_dim": 12, "sample_from_anchor": True,
+    },
+}  # fmt: skip
 
 
 def block_config(**options) -> LlamaConfig:

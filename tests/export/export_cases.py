@@ -32,6 +32,11 @@ REFUSED = {
     ("dspark, small vocabulary", "sglang"): "reduced head",
     ("dflash, causal", "speculators"): "causal blocks",
     ("dflash, sliding", "speculators"): "sliding layers",
+    ("dflash2, windows both ways", "speculators"): "sliding layers",
+    ("lilicorr", "speculators"): "does not read",
+    ("lilicorr with convolutions", "speculators"): "does not read",
+    ("domino", "vllm"): "does not read",
+    ("domino", "speculators"): "does not read",
 }  # fmt: skip
 ENGINES = ("vllm", "sglang", "speculators")
 EVERY = [(kind, engine) for kind in (*KINDS, *VLLM_ONLY, *BLOCKS) for engine in ENGINES]

@@ -114,7 +114,7 @@ def our_blocks(draft, inputs):
     outputs = {"lm_head": F.linear(states, draft.lm_head.weight)}
     if draft.token_head is not None:
         place_NJ = torch.tensor(list(ANCHORS))[:, None] + torch.arange(SLOTS)
-        features = draft.token_head.features(ids_T[place_NJ], torch.float32)
+        features = draft.token_head.features(ids_T[place_NJ], torch.empty(0), None)
         outputs["markov_head.markov_w2"] = F.linear(features, draft.token_head.out_WR)
         outputs["confidence_head"] = draft.confidence_head(states, features)[..., None]
     return outputs

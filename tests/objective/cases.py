@@ -9,11 +9,21 @@ import torch
 
 from fledge import Eagle3TrainerModule, PEagleTrainerModule
 from fledge.core.head import TargetHead
+from fledge.methods.block.heads.domino import DominoTrainerModule
+from fledge.methods.block.heads.lilicorr import LiliCorrTrainerModule
+from fledge.methods.block.heads.selector import DFlash2TrainerModule
+from fledge.methods.block.heads.xpress import XPressTrainerModule
 from fledge.methods.block.objective import DFlashTrainerModule, DSparkTrainerModule
 from fledge.methods.block.plan import ANCHOR_TOKENS
 from fledge.methods.losses.lk_lambda import LkLambda
 from objective import naive_eagle1
-from objective.naive_block import Table, make_block_documents, make_block_draft, make_spark_draft
+from objective.naive_block import (
+    Table,
+    make_block_documents,
+    make_block_draft,
+    make_head_draft,
+    make_spark_draft,
+)
 from objective.naive_eagle3 import V, make_documents, make_draft, make_head, vocabulary
 from objective.naive_peagle import MASK_ID, make_parallel_draft
 
@@ -65,6 +75,25 @@ dflash = partial(_block, DFlashTrainerModule, make_block_draft)
 dspark = partial(_block, DSparkTrainerModule, make_spark_draft)
 
 
+def _with_head(trainer, **head):
+    return partial(_block, trainer, partial(make_head_draft, **head))
+
+
+domino = _with_head(
+    DominoTrainerModule, sample_from_anchor=True, token_head="domino", markov_rank=5,
+    gru_hidden_dim=6,
+)  # fmt: skip
+xpress = _with_head(XPressTrainerModule, token_head="xpress", markov_rank=5)
+dflash2 = _with_head(
+    DFlash2TrainerModule, candidate_head="selector", candidates=4, selector_rank=5,
+    conv_kernel_size=2, conv_group_size=4,
+)  # fmt: skip
+lilicorr = _with_head(
+    LiliCorrTrainerModule, candidate_head="lilicorr", candidates=12, lilicorr_num_heads=2,
+    lilicorr_factor_dim=6, conv_group_size=4,
+)  # fmt: skip
+
+
 def reduced_block_draft():
     """A draft with every other token of the target."""
     ids = torch.arange(0, V, 2)
@@ -96,6 +125,11 @@ _BLOCKS = {
     "dflash lambda": partial(dflash, loss=LkLambda(scale=0.9, decay=1.5)),
     "dflash dpace": partial(dflash, weights="dpace"),
     "dspark": dspark,
+    "domino": partial(domino, plain_weight=0.3),
+    "xpress": xpress,
+    "dflash2": dflash2,
+    "dflash2 skip": partial(dflash2, missing="skip", loss="kl"),
+    "lilicorr": lilicorr,
 }
 KINDS = {
     **{f"eagle3 {name}": Kind(partial(eagle3, **loss)) for name, loss in LOSSES.items()},

@@ -49,6 +49,11 @@ def make_spark_draft(**changes):
     return make_block_draft(**(heads | changes))
 
 
+def make_head_draft(*, new=False, **changes):
+    """With one of the other heads; all weights are random unless it is `new`."""
+    return make_block_draft(spread=0.0 if new else 0.3, **changes)
+
+
 class Table:
     """A target's embedding or head."""
 
@@ -66,12 +71,12 @@ def candidates(document):
     return [a for a in range(1, len(loss) - 1) if loss[a] and loss[a + 1]]
 
 
-def sees(query, key, anchor, *, causal, window):
+def sees(query, key, anchor, *, causal, window, both=False):
     """Whether the slot at position `query` attends to position `key`: keys before the anchor are
     context, the others belong to the block."""
     if window is not None and query - key >= window:
         return False
-    return key < anchor or not (causal or window is not None) or key <= query
+    return key < anchor or not (causal or (window is not None and not both)) or key <= query
 
 
 def block_states(draft, document, anchor):
@@ -82,18 +87,60 @@ def block_states(draft, document, anchor):
     tokens = [int(document.ids[anchor]), *[c.mask_token_id] * (size - 1)]
     x = torch.stack([draft.embed_tokens.weight[token] for token in tokens])
     positions = list(range(anchor + size))
+    both = getattr(c, "sliding_both_ways", False)
     for i in range(c.num_hidden_layers):
         prefix = f"layers.{i}."
         y = _norm(x, p[prefix + "input_layernorm.weight"], eps)
+        gates = None
+        if convolved := prefix + "attention_conv.base_kernel" in p:
+            gates, y = convolve_in(y, p, prefix + "attention_conv.")
         rows = torch.cat([context, y])  # no layer norm on the context
         window = c.sliding_window if i in c.sliding_layers else None
         q, k, v = queries_keys_values(rows, p, prefix, c, torch.tensor(positions), draft.rotary)
         visible = torch.tensor([
-            [sees(anchor + j, u, anchor, causal=c.causal, window=window) for u in positions]
+            [
+                sees(anchor + j, u, anchor, causal=c.causal, window=window, both=both)
+                for u in positions
+            ]
             for j in range(size)
         ])  # fmt: skip
-        x = finish_layer(x, attended(q[:, anchor:], k, v, visible), p, prefix, c)
+        seen = attended(q[:, anchor:], k, v, visible)
+        if not convolved:
+            x = finish_layer(x, seen, p, prefix, c)
+            continue
+        x = x + convolve(
+            seen.transpose(-2, -3).flatten(-2) @ p[prefix + "self_attn.o_proj.weight"].T,
+            gates[1],
+            p[prefix + "attention_conv.base_kernel"][1],
+        )
+        y = _norm(x, p[prefix + "post_attention_layernorm.weight"], eps)
+        gates, y = convolve_in(y, p, prefix + "mlp_conv.")
+        gate, up, down = (p[f"{prefix}mlp.{n}_proj.weight"] for n in ("gate", "up", "down"))
+        z = (torch.nn.functional.silu(y @ gate.T) * (y @ up.T)) @ down.T
+        x = x + convolve(z, gates[1], p[prefix + "mlp_conv.base_kernel"][1])
     return _norm(x, p["norm.weight"], eps)
+
+
+def convolve(x, gates, base):
+    """y_s[c] = sum_t (base[t, c] + d_s[t, g]) x_{s-t}[c]; `gates` [slots, T, G]"""
+    slots, size = x.shape
+    taps, groups = gates.shape[1:]
+    rows = []
+    for s in range(slots):
+        row = torch.zeros(size, dtype=x.dtype)
+        for t in range(taps):
+            if s - t >= 0:
+                gate = gates[s, t].repeat_interleave(size // groups)
+                row = row + (base[t] + gate) * x[s - t]
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def convolve_in(x, p, prefix):
+    """The gates of both sides [2, slots, T, G], and the sublayer's input."""
+    base = p[prefix + "base_kernel"]
+    gates = (x @ p[prefix + "kernel_projection.weight"].T).view(len(x), 2, base.shape[1], -1)
+    return gates.transpose(0, 1), convolve(x, gates[:, 0], base[0])
 
 
 def target_probs(head, document, position):

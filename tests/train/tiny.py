@@ -111,7 +111,19 @@ def _block(kind, *, size, layers):
 BLOCKS = {
     "dflash": _block("dflash", size=5, layers="0,1,2"),
     "dspark": _block("dspark", size=4, layers="0,2"),
-}
+    "domino": (
+        *_block("domino", size=4, layers="0,2"), "objective.rank=8", "objective.gru_hidden_dim=8",
+    ),
+    "xpress": (*_block("xpress", size=5, layers="0,2"), "objective.rank=8"),
+    "dflash2": (
+        *_block("dflash2", size=5, layers="0,2"), "objective.selector_rank=8",
+        "objective.candidates=4",
+    ),
+    "lilicorr": (
+        *_block("lilicorr", size=5, layers="0,2"), "objective.lattice_width=16",
+        "objective.factor_dim=8", "objective.candidates=4",
+    ),
+}  # fmt: skip
 
 
 class Notes:

@@ -204,7 +204,12 @@ MODELOPT = {
     "eagle3": ("eagle", "EagleExporter", {"draft_vocab_size": 90, "has_lm_head": True}),
     "dflash": ("dflash", "DFlashExporter", {}),
     "dspark": ("dflash", "DSparkExporter", {"projector_type": "dspark", "markov_rank": 8}),
-}
+    "domino": (
+        "dflash", "DominoExporter",
+        {"projector_type": "domino", "emb_dim": 8, "gru_hidden_dim": 12,
+         "pure_draft_prefix_len": 1, "shift_label": True},
+    ),
+}  # fmt: skip
 
 
 def modelopt_export(kind, target, out):
@@ -243,6 +248,8 @@ def test_modelopt(deep_target, tmp_path, kind):
     ours, heads = tensors_of(tmp_path / "ours"), {}
     if kind == "dspark":
         heads = {"markov_w": "markov_head.markov_w", "confidence_proj.": "confidence_head.proj."}
+    if kind == "domino":
+        heads = {name: f"domino_head.{name}" for name in ("prefix_gru.", "embed_proj.")}
     for name, tensor in tensors_of(theirs).items():
         for beginning, own in heads.items():
             if name.startswith(beginning):

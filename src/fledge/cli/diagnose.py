@@ -42,7 +42,7 @@ def diagnose(
     trust_remote_code: opt.TrustRemoteCode = False,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Check an EAGLE, P-EAGLE, DFlash or DSpark draft of any trainer against its target.
+    """Check an EAGLE, P-EAGLE or block draft of any trainer against its target.
 
     Files first, then the two tables of the target, then decoding: settings that could be wrong are
     tried both ways on the target's own answers. The exit code is 1 when an error is left: without

@@ -25,9 +25,9 @@ def import_draft(
     """Write a foreign draft in fledge's layout: for eval, as draft.init_from, for export.
 
     EAGLE-3 and P-EAGLE in the layouts of SafeAILab EAGLE, SpecForge, speculators, NeMo AutoModel
-    and ModelOpt; EAGLE-1 and EAGLE-2 in those of SafeAILab, vLLM and SGLang; DFlash and DSpark in
+    and ModelOpt; EAGLE-1 and EAGLE-2 in those of SafeAILab, vLLM and SGLang; block drafts in
     those of z-lab, DeepSpec, SpecForge, speculators and ModelOpt. What engines would share with the
-    target (embeddings, a full head) is copied from it, except for DFlash and DSpark, which have
+    target (embeddings, a full head) is copied from it, except for block drafts, which have
     none of their own. Faults of the files with a certain repair are repaired, and named; other
     faults are for fledge diagnose.
     """

@@ -37,7 +37,7 @@ _VERBS = {
     "demo": "demo.demo", "doctor": "doctor.doctor", "data": "data.app",
     "regenerate": "regenerate.regenerate", "serve-target": "serve_target.serve_target",
     "precompute": "cache.precompute", "cache": "cache.app", "recipe": "recipe.app",
-    "plan": "plan.plan", "train": "train.train", "cluster": "cluster.app",
+    "plan": "plan.plan", "train": "train.train", "race": "race.race", "cluster": "cluster.app",
     "eval": "eval.evaluate", "forecast": "forecast.forecast", "report": "report.report",
     "chat": "chat.chat", "export": "export.export", "serve": "serve.serve", "bench": "bench.app",
     "diagnose": "diagnose.diagnose", "import": "import_draft.import_draft",

@@ -13,6 +13,7 @@ from torch import Tensor
 from fledge.core.head import NO_TOKEN
 from fledge.decode.accept import Chooser, Proposal
 from fledge.decode.drafter import UnrolledStrategy
+from fledge.decode.recorded import Passes
 from fledge.decode.strategy import RoundState, Slots
 from fledge.decode.target import CachedTarget, Layout, take
 
@@ -76,7 +77,7 @@ class Tree(UnrolledStrategy):
             frontier_BF = first + chosen_BF
             state_BFE = state_BFE[rows_B1, chosen_BF // width]
             ancestors_BFU = ancestors_BFU[rows_B1, chosen_BF // width]
-        return _prune(token_BN, score_BN, parent_BN, shape.nodes)
+        return prune(token_BN, score_BN, parent_BN, shape.nodes)
 
     def _best_tokens(self, state_BFE: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """[B, F, width] target ids and log-probabilities of each node's likeliest children."""
@@ -117,11 +118,22 @@ class Tree(UnrolledStrategy):
         aux_BND: Tensor,
         places: Sequence[Sequence[int]],
     ) -> Tensor:
-        """Move the nodes of the accepted path, which are scattered, together."""
-        aux_BQD = take(aux_BND, Slots.of(table_BX).place_BQ)  # copied before a pass overwrites it
-        if self.passes.fixed or any(row != [*range(len(row))] for row in places):
-            self.passes(settle, {"table_BX": table_BX}, rehearse=_stay_in_place, target=target)
-        return aux_BQD
+        return settle_path(self.passes, target, table_BX, aux_BND, places)
+
+
+def settle_path(
+    passes: Passes,
+    target: CachedTarget,
+    table_BX: Tensor,
+    aux_BND: Tensor,
+    places: Sequence[Sequence[int]],
+) -> Tensor:
+    """`Strategy.settle` of trees: move the nodes of the accepted path, which are scattered,
+    together."""
+    aux_BQD = take(aux_BND, Slots.of(table_BX).place_BQ)  # copied before a pass overwrites it
+    if passes.fixed or any(row != [*range(len(row))] for row in places):
+        passes(settle, {"table_BX": table_BX}, rehearse=_stay_in_place, target=target)
+    return aux_BQD
 
 
 def settle(table_BX: Tensor, *, target: CachedTarget) -> None:
@@ -138,7 +150,7 @@ def _stay_in_place(table_BX: Tensor) -> dict[str, Tensor]:
     return {"table_BX": table_BX}
 
 
-def _prune(token_BN: Tensor, score_BN: Tensor, parent_BN: Tensor, nodes: int) -> Proposal:
+def prune(token_BN: Tensor, score_BN: Tensor, parent_BN: Tensor, nodes: int) -> Proposal:
     """The best nodes in their old order (parents first), parents renumbered."""
     order_BN = score_BN.sort(dim=1, descending=True, stable=True).indices
     kept_BM = order_BN[:, :nodes].sort(dim=1).values

@@ -2,7 +2,7 @@
 
 Export writes by it, `diagnose` and `import` read by the same names (`foreign.py`). The facts come
 from running the engines (docs/formats.md explains them, docs/export.md lists versions and tests).
-The formats of DFlash and DSpark are in `methods/block/formats.py`. Writes no files.
+The formats of block drafts are in `methods/block/formats.py`. Writes no files.
 """
 
 import re
@@ -37,6 +37,8 @@ Feature = Literal[
     "yarn attention factor", "fc bias", "attention bias", "mlp bias", "q/k norms",
     "blocks", "causal blocks", "sliding layers", "reduced head", "confidence head",
     "not three aux layers", "llama3 rotary of blocks",
+    "refined blocks", "large or odd candidate sets",
+    "reduced candidates",
 ]  # fmt: skip
 Facts = Mapping[str, Any]  # the draft's config, and what `draft_facts` adds
 

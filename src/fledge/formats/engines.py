@@ -83,7 +83,12 @@ _NOT_IN_LLAMA = (
 ENGINES: dict[EngineName, ServingEngine] = {
     "vllm": ServingEngine(
         "vllm", "vLLM", oldest="0.32.0", tested=("0.32.0",),
-        limits=(Limit("fc bias", None, "--engine sglang reads it"),),
+        limits=(
+            Limit("fc bias", None, "--engine sglang reads it"),
+            Limit("refined blocks", "0.33.0", "--engine-version 0.33.0"),
+            Limit("large or odd candidate sets", None, "train with objective.candidates=16"),
+            Limit("reduced candidates", None, "train with draft.draft_vocab_size=null"),
+        ),
         mute_targets=(
             "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration",
         ),

@@ -166,6 +166,10 @@ class DraftView:
         name = _MIDLAYER.sub("layers.0.", _WRAPPERS.sub("", name))
         return _DEEP_NORM.sub(r"\1.input_layernorm.", name)
 
+    def spellings(self, our_name: str) -> Iterable[str]:
+        """Further names that engines read, where they differ from ours."""
+        return ()
+
     @cached_property
     def state(self) -> dict[str, Tensor]:
         return {our_name: self.tensors[name] for our_name, name in self.names.items()}

@@ -7,7 +7,7 @@ layers), and returns a draft of ours. Any difference from the exported draft is 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,10 @@ _LLAMA = (
     "pad_token_id",
 )  # fmt: skip
 _EAGLE1_CLASSES = {"vllm": ["EagleLlamaForCausalLM"], "sglang": ["LlamaForCausalLMEagle"]}
-_BLOCK_CLASSES = {"DFlashDraftModel": "dflash", "Qwen3DSparkModel": "dspark"}
+_BLOCK_CLASSES = {
+    "DFlashDraftModel": "dflash", "Qwen3DSparkModel": "dspark", "DFlash2DraftModel": "dflash2",
+    "LiLiCorrDraftModel": "lilicorr", "Qwen3XPressModel": "xpress",
+}  # fmt: skip
 # Settings of a decoder or of an untrained draft, which no engine reads from the files.
 _UNREAD = {"confidence_threshold", "confidence_temperatures", "initializer_range"}
 _ALSO_COMPARED = {"max_position_embeddings", "aux_layer_ids", "eagle_version"}
@@ -73,8 +76,10 @@ def reread(directory: Path, engine: str, target: TargetSide) -> Reread:
     values = read_json(directory / "config.json", what="the export's config")
     tensors: dict[str, Tensor] = load_tensors(directory / "model.safetensors", what="the export")
     named, kind = values.get("architectures") or [""], values.get("speculators_model_type")
-    if kind not in ("dflash", "dspark"):
+    if kind not in ("dflash", "dspark", "dflash2", "xpress"):
         kind = _BLOCK_CLASSES.get(named[0])
+    if (values.get("dflash_config") or {}).get("projector_type") == "domino":
+        kind = "domino"
     if kind is not None:
         return _as_block(kind, values, tensors, engine, target)
     if named == _EAGLE1_CLASSES.get(engine):
@@ -196,7 +201,7 @@ def _default_layers(layers: int | None) -> list[int]:
     return [1, layers // 2 - 1, layers - 4]
 
 
-# --- DFlash and DSpark ---------------------------------------------------------------------------
+# --- block drafts --------------------------------------------------------------------------------
 
 
 def _as_block(
@@ -229,6 +234,10 @@ def _as_block(
     if kind == "dspark":
         prefixes += ["markov_head.", "confidence_head."]
         own = _markov_heads(values, tensors)
+    elif kind != "dflash":
+        more, read = _BLOCK_HEADS[kind]
+        prefixes += more
+        own |= read(values, engine)
     if engine != "sglang":  # which skips what it does not know
         prefixes += ["lm_head.", "d2t", "t2d"]
     config = _config(
@@ -236,7 +245,72 @@ def _as_block(
         block_size=values["block_size"], **own, **_sliding(layers, causal),
     )  # fmt: skip
     unread = [name for name in tensors if not name.startswith(tuple(prefixes))]
-    return Reread(config, dict(tensors), unread)
+    ours = {_our_head_name(kind, name): tensor for name, tensor in tensors.items()}
+    return Reread(config, ours, unread)
+
+
+def _convolutions(values: Values) -> dict[str, Any]:
+    taps = values.get("conv_kernel_size", 0)
+    return {"conv_kernel_size": taps} | (
+        {"conv_group_size": values["conv_group_size"]} if taps else {}
+    )
+
+
+def _selector(values: Values, engine: str) -> dict[str, Any]:
+    inner = values if engine == "speculators" else values["dflash_config"]
+    require(engine == "speculators" or inner["block_size"] == values["block_size"], "block_size")
+    own = {"candidate_head": "selector", "selector_rank": inner["selector_rank"]}
+    return own | _convolutions(inner) | {"candidates": inner["selector_top_k"]}
+
+
+def _lattice(values: Values, engine: str) -> dict[str, Any]:
+    inner = values["dflash_config"]
+    require(inner["lilicorr_enabled"] is True, "lilicorr_enabled")
+    sizes = ("hidden_size", "num_layers", "num_heads", "mlp_ratio", "factor_dim", "vector_eps")
+    own = {f"lilicorr_{name}": inner[f"lilicorr_{name}"] for name in (*sizes, "logit_scale")}
+    own |= {"candidate_head": "lilicorr", "candidates": inner["lilicorr_candidate_topk"]}
+    return own | _convolutions(inner)
+
+
+def _gru(values: Values, engine: str) -> dict[str, Any]:
+    inner = values["dflash_config"]
+    names = ("gru_hidden_dim", "pure_draft_prefix_len")
+    require(all(inner[name] == values[name] for name in ("emb_dim", *names)), "dflash_config")
+    own = {"token_head": "domino", "markov_rank": inner["emb_dim"]}
+    own |= {name: inner[name] for name in names}
+    return own | {"sample_from_anchor": inner["shift_label"]}
+
+
+def _refiner(values: Values, engine: str) -> dict[str, Any]:
+    require(values.get("sample_from_anchor", True) is False, "sample_from_anchor")
+    own = {"token_head": "xpress", "markov_rank": values["xpress_rank"]}
+    if engine == "speculators":
+        require(values["xpress_mlp_ratio"] == 2, "xpress_mlp_ratio")
+        return own | {"num_jacobi_passes": values["num_jacobi_passes"]}
+    require(values["xpress_mlp_hidden"] == 2 * values["xpress_rank"], "xpress_mlp_hidden")
+    require(values["xpress_block_size"] == values["block_size"], "xpress_block_size")
+    require(values["xpress_topc"] == 0, "xpress_topc")  # else the best of some tokens only
+    return own | {"num_jacobi_passes": values["xpress_num_passes"]}
+
+
+_BLOCK_HEADS: dict[str, tuple[list[str], Any]] = {
+    "dflash2": (["candidate_selector."], _selector),
+    "lilicorr": (["lilicorr."], _lattice),
+    "domino": (["prefix_gru.", "embed_proj."], _gru),
+    "xpress": (["xpress_head.", "refiner_head."], _refiner),
+}
+
+
+def _our_head_name(kind: str, name: str) -> str:
+    if kind == "domino" and name.startswith(("prefix_gru.", "embed_proj.")):
+        return f"domino_head.{name}"
+    if kind != "xpress" or not name.startswith(("xpress_head.", "refiner_head.")):
+        return name
+    part = name.partition(".")[2].replace("w1.", "token_embed.").replace("w2.", "readout.")
+    part = part.replace("mix.L", "mix_l")
+    for which in ("gate", "up", "down"):
+        part = part.replace(f"mlp.{which}_proj.", f"mlp_{which}.")
+    return f"xpress_head.{part}"
 
 
 def _sliding(layers: Values, causal: bool | None) -> dict[str, Any]:
@@ -244,12 +318,12 @@ def _sliding(layers: Values, causal: bool | None) -> dict[str, Any]:
     kinds = layers.get("layer_types") or ["full_attention"] * layers["num_hidden_layers"]
     require(len(kinds) == layers["num_hidden_layers"], "layer_types")
     sliding = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
-    require(not sliding or causal is not False, "is_causal")  # our sliding layers are causal
     require(layers.get("is_neox_style", True) is True, "is_neox_style")
     # without the flag, transformers' Qwen3 drops the window
     require(not sliding or layers.get("use_sliding_window") is True, "use_sliding_window")
     window = layers["sliding_window"] if sliding else None
-    return {"sliding_layers": sliding, "sliding_window": window}
+    both_ways = bool(sliding) and causal is False
+    return {"sliding_layers": sliding, "sliding_window": window, "sliding_both_ways": both_ways}
 
 
 def _markov_heads(values: Values, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -313,8 +387,15 @@ def differing_flags(ours: PretrainedConfig, theirs: PretrainedConfig) -> list[st
     Rotary settings are compared by the frequencies that they result in.
     """
     computed_with = fields(method_of(ours).draft_type().config_type)
-    names = {field.name for field in computed_with} - _UNREAD | _ALSO_COMPARED
-    pairs = {name: (vars(ours).get(name), vars(theirs).get(name)) for name in sorted(names)}
+    defaults = {key.name: None if key.default is MISSING else key.default for key in computed_with}
+    names = sorted(defaults.keys() - _UNREAD | _ALSO_COMPARED)
+
+    def stated(config: PretrainedConfig, name: str) -> Any:
+        value = vars(config).get(name)
+        value = defaults.get(name) if value is None else value
+        return list(value) if isinstance(value, tuple) else value
+
+    pairs = {name: (stated(ours, name), stated(theirs, name)) for name in names}
     faults = [f"{name}: {own} -> {their}" for name, (own, their) in pairs.items() if own != their]
     (own, own_scale), (their, their_scale) = rotary_frequencies(ours), rotary_frequencies(theirs)
     if own.shape != their.shape or not torch.equal(own, their) or own_scale != their_scale:

@@ -1,4 +1,4 @@
-"""All methods, and the token heads of block drafts. A new one needs one line here."""
+"""All methods, and the heads of block drafts. A new one needs one line here."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
-    from fledge.methods.block.draft import TokenHead
+    from fledge.methods.block.heads.base import CandidateHead, TokenHead
     from fledge.methods.section import ObjectiveSection
     from fledge.methods.shared.draft import DraftModel
 
@@ -24,11 +24,28 @@ METHODS: Registry[Method] = Registry(
         "eagle2": "fledge.methods.eagle1.method:EAGLE2",
         "dflash": "fledge.methods.block.method:DFLASH",
         "dspark": "fledge.methods.block.method:DSPARK",
+        "domino": "fledge.methods.block.method:DOMINO",
+        "xpress": "fledge.methods.block.method:XPRESS",
+        "dflash2": "fledge.methods.block.method:DFLASH2",
+        "lilicorr": "fledge.methods.block.method:LILICORR",
     },
 )
 DEFAULT_METHOD = "eagle3"
+_HEADS = "fledge.methods.block.heads"
 TOKEN_HEADS: "Registry[type[TokenHead]]" = Registry(
-    "objective.token_head", {"markov": "fledge.methods.block.draft:MarkovHead"}
+    "objective.token_head",
+    {
+        "markov": f"{_HEADS}.markov:MarkovHead",
+        "domino": f"{_HEADS}.domino:DominoHead",
+        "xpress": f"{_HEADS}.xpress:XPressHead",
+    },
+)
+CANDIDATE_HEADS: "Registry[type[CandidateHead]]" = Registry(
+    "candidate_head",
+    {
+        "selector": f"{_HEADS}.selector:Selector",
+        "lilicorr": f"{_HEADS}.lilicorr:LiliCorr",
+    },
 )
 
 

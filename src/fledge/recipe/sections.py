@@ -79,12 +79,12 @@ class Draft(Section):
     """The draft model; everything else is derived from the target's configuration."""
 
     layers: PositiveCount = 1
-    """Decoder layers; by default 4 for P-EAGLE, 5 for DFlash and DSpark. SGLang 0.5.9 serves EAGLE
+    """Decoder layers; by default 4 for P-EAGLE, 5 for block drafts. SGLang 0.5.9 serves EAGLE
     drafts with 1 only."""
 
     draft_vocab_size: PositiveCount | None = 32_000
     """The draft can propose this many of the most frequent tokens; null: all of the target's, the
-    default for DFlash and DSpark."""
+    default for block drafts."""
 
     intermediate_size: PositiveCount | None = None
     """Width of the MLP; null: the target's."""
@@ -183,7 +183,7 @@ class Training(Section):
     """Recompute activations in the backward: less memory, one more forward."""
 
     record_steps: bool = True
-    """On one GPU, run the steps of small EAGLE-3, P-EAGLE, DFlash and DSpark drafts as CUDA graphs,
+    """On one GPU, run the steps of small EAGLE-3, P-EAGLE and block drafts as CUDA graphs,
     which removes Python's overhead; false: step by step, as everywhere else."""
 
     shard: PositiveCount = 1

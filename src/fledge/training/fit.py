@@ -63,6 +63,7 @@ def _fit(session: Session) -> int:
             for batch in ask_ahead(parts, batches, stopping=stop_requested):
                 training.watch("training", session.step, training.stream.steps)
                 lr = training.lr(session.step)
+                parts.objective.begin_step(session.step / training.stream.steps)
                 result = train_step(parts, batch, lr=lr, stopping=stop_requested())
                 stopping = session.stepped(batch, result, lr)
                 best = session.evaluation_due and _evaluate(session, stop_requested)

@@ -46,8 +46,8 @@ class PlainAttention(nn.Module):
 def loaded_block(
     target: Path, speculative: dict[str, Any] | None, place: Path, *, kind: str = "dspark"
 ) -> Iterator[Any]:
-    """vLLM's model of a draft of this kind ("dspark", "dflash"); `speculative` is the serve command's config, None where `target` is
-    a draft that names its own target."""
+    """vLLM's model of a draft of this kind ("dspark", "dflash"); `speculative` is the serve
+    command's config, None where `target` is a draft that names its own target."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import (
         cleanup_dist_env_and_memory,
@@ -118,7 +118,7 @@ def walk_block(model: Any, aux_TD: Tensor, newest: int, slots: int) -> dict[str,
     mask = model.model.config.dflash_config["mask_token_id"]
     tokens_J = torch.tensor([newest] + [mask] * (slots - 1))
     states_KE = model(tokens_J, len(aux_TD) + torch.arange(slots))[1:]
-    values_KC, ids_KC = model.compute_candidates(states_KE)
+    ids_KC, values_KC = model.compute_candidates(states_KE)
     if hasattr(model.model, "lilicorr"):
         scores = model.model.lilicorr(
             model.model.embed_input_ids(ids_KC)[None], values_KC[None], states_KE[None],

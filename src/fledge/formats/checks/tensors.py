@@ -52,7 +52,11 @@ def names(subject: Subject) -> Iterator[Finding]:
     view, prefix = subject.view, subject.view.layout.prefix
     twice = {name: view.names[own] for name, own in view.own_names.items()}
     twice = {name: first for name, first in twice.items() if name != first}
-    odd = [name for own, name in view.names.items() if name not in _spellings(own, prefix)]
+    odd = [
+        name
+        for own, name in view.names.items()
+        if name not in (*_spellings(own, prefix), *view.spellings(own))
+    ]
     if wrong := [*twice, *odd]:
         same = all(torch.equal(view.tensors[a], view.tensors[b]) for a, b in twice.items())
         evidence = f"{counted(len(wrong), 'name is', 'names are')} not the engines', or second "

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from fledge.core.errors import BadInput
 from fledge.measure.replay import Ints, Text, accepted_lengths, as_pack, ask, packs_of, target_picks
-from fledge.methods.block.decoding import MarkovRollouts
+from fledge.methods.block.decoding import StepRollouts
 from fledge.methods.block.draft import BlockDraftModel
 from fledge.methods.shared.draft import DraftModel
 from fledge.target.base import Eagle3TargetBackend
@@ -128,7 +128,7 @@ def sureness(
     return Sureness.joined(parts)
 
 
-class _WholeBlocks(MarkovRollouts):
+class _WholeBlocks(StepRollouts):
     """All tokens are proposed, whatever their confidence."""
 
     cuts = False

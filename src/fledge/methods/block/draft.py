@@ -1,4 +1,4 @@
-"""`BlockDraftModel`: the draft of DFlash and DSpark, a few layers that attend to the target.
+"""`BlockDraftModel`: a few layers that attend to the target.
 
     context = hidden_norm(fc(the target's features)), once for all layers
     block   = [newest token, MASK, MASK, ...] -> layers -> norm -> the target's own head
@@ -8,18 +8,13 @@ The context has no queries and is not normed again, so its keys and values are c
 each token and layer, in training and in serving. Embedding and head are the target's own tensors:
 shared, never trained, and not in the draft's files.
 
-A *token head* adds a term to the logits of a slot that depends on the token before it, so that the
-tokens of a block are drafted left to right although their states are computed in one pass:
+A small head may follow (`heads/base.py`): a token head makes a token depend on those before it, a
+candidate head chooses among the best tokens of every slot. Their files import this one's users, so
+they are found by name.
 
-    logits [N, W] = head(states [N, E]) + features [N, R] @ out_WR.T
-
-The loss and decoding use only these two factors. A new token head is one class and one line in
-`TOKEN_HEADS` (`methods/registry.py`); recipes choose it with `objective.token_head`.
-
-Shapes: N blocks of J slots, T key axis, R rank of the token head.
+Shapes: N blocks of J slots, T key axis.
 """
 
-from abc import ABC, abstractmethod
 from types import SimpleNamespace
 from typing import Any, Self, cast
 
@@ -31,8 +26,11 @@ from transformers import PretrainedConfig
 from fledge.core import products
 from fledge.methods.block.attention import Again, Sight, block_attention
 from fledge.methods.block.config import BlockConfig
+from fledge.methods.block.heads.base import CandidateHead, StepHead, TokenHead
+from fledge.methods.block.heads.convolution import ConvolvedLayer, GatedConvolution
+from fledge.methods.block.heads.markov import ConfidenceHead
 from fledge.methods.block.plan import BlockRows
-from fledge.methods.registry import TOKEN_HEADS
+from fledge.methods.registry import CANDIDATE_HEADS, TOKEN_HEADS
 from fledge.methods.shared.draft import DraftModel
 from fledge.methods.shared.layer import DeepDraftLayer, LayerWeights, linear
 from fledge.methods.shared.norms import rms_norm
@@ -41,51 +39,6 @@ from fledge.rollout.attention import AttentionKind, KeysValues
 from fledge.target.base import Eagle3TargetBackend
 
 KEPT_MLP_GIB = 4.5  # MLP activations that are kept even if little memory is free
-
-
-class TokenHead(nn.Module, ABC):
-    """Built from a draft's config; its tensors are in the draft's files as NAME_head.*."""
-
-    @abstractmethod
-    def features(self, previous_N: Tensor, dtype: torch.dtype) -> Tensor:
-        """[..., R] features of the previous tokens, which are given as target ids."""
-
-    @property
-    @abstractmethod
-    def out_WR(self) -> Tensor:  # noqa: N802  (its shape)
-        """The factor that turns features into logits; zeros in a new draft."""
-
-
-class MarkovHead(TokenHead):
-    """logits += W2 . W1[previous token] (DSpark)."""
-
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
-        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
-
-    def features(self, previous_N: Tensor, dtype: torch.dtype) -> Tensor:
-        return F.embedding(previous_N, self.markov_w1.weight).to(dtype)
-
-    @property
-    def out_WR(self) -> Tensor:  # noqa: N802  (its shape)
-        return self.markov_w2.weight
-
-
-class ConfidenceHead(nn.Module):
-    """w . [state; features of the previous token] + b: the log-odds that a token is accepted."""
-
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        self.proj = nn.Linear(config.hidden_size + config.markov_rank, 1)
-
-    def forward(self, state_NE: Tensor, features_NR: Tensor | None) -> Tensor:
-        """[...] log-odds in fp32, or wider if the state is."""
-        wide = torch.promote_types(state_NE.dtype, torch.float32)
-        parts = [state_NE] if features_NR is None else [state_NE, features_NR]
-        inputs = torch.cat([part.to(wide) for part in parts], dim=-1)
-        weight, bias = self.proj.weight.to(wide), self.proj.bias.to(wide)
-        return F.linear(inputs, weight, bias).squeeze(-1)
 
 
 class BlockDraftModel(DraftModel):
@@ -106,11 +59,15 @@ class BlockDraftModel(DraftModel):
         size, eps = spec.hidden_size, spec.rms_norm_eps
         self.fc = linear(spec.fc_inputs, size)
         self.hidden_norm = nn.RMSNorm(size, eps=eps)
-        self.layers = nn.ModuleList(DeepDraftLayer(spec) for _ in range(spec.num_hidden_layers))
+        layer_type = ConvolvedLayer if spec.conv_kernel_size else DeepDraftLayer
+        self.layers = nn.ModuleList(layer_type(spec) for _ in range(spec.num_hidden_layers))
         self.norm = nn.RMSNorm(size, eps=eps)
         if spec.markov_rank:
             self.add_module(spec.token_head + "_head", TOKEN_HEADS[spec.token_head](spec))
         self.confidence_head = ConfidenceHead(spec) if spec.confidence_head else None
+        if spec.candidate_head:
+            candidate_type = CANDIDATE_HEADS[spec.candidate_head]
+            self.add_module(candidate_type.module_name, candidate_type(spec))
         self._register_vocabulary(spec)
         self.rotary = Rotary(config)
         self._init_weights()
@@ -120,14 +77,25 @@ class BlockDraftModel(DraftModel):
 
     def _init_weights(self) -> None:
         super()._init_weights()
-        if self.token_head is not None:  # a new one adds nothing to the logits
-            nn.init.zeros_(self.token_head.out_WR)
+        for module in self.modules():
+            if isinstance(module, TokenHead | CandidateHead | GatedConvolution):
+                module.start()
         if self.confidence_head is not None:
             nn.init.zeros_(self.confidence_head.proj.bias)
 
     @property
     def token_head(self) -> TokenHead | None:
         return cast("TokenHead | None", self._modules.get(self.spec.token_head + "_head"))
+
+    @property
+    def candidate_head(self) -> CandidateHead | None:
+        heads = (module for module in self._modules.values() if isinstance(module, CandidateHead))
+        return next(heads, None)
+
+    @property
+    def reads_blocks(self) -> bool:
+        """Whether a head reads the states of all slots of a block."""
+        return self.token_head is not None and self.token_head.whole_blocks
 
     # --- embedding and head, which belong to the target -----------------------------------------
 
@@ -183,9 +151,10 @@ class BlockDraftModel(DraftModel):
         return self.spec.drafts
 
     def sights(self) -> list[Sight]:
-        """Which keys each layer sees. Sliding layers are always causal inside the block."""
-        config = self.spec
-        full, sliding = Sight(config.causal), Sight(causal=True, window=config.sliding_window)
+        """Which keys each layer sees."""
+        config, full = self.spec, Sight(self.spec.causal)
+        causal = config.causal or not config.sliding_both_ways
+        sliding = Sight(causal, config.sliding_window)
         return [sliding if i in config.sliding_layers else full for i in range(len(self.layers))]
 
     def block_tokens(self, newest_N: Tensor) -> Tensor:
@@ -211,14 +180,31 @@ class BlockDraftModel(DraftModel):
 
     def context_keys(self, layer: LayerWeights, context_NE: Tensor, turn: Turn) -> KeysValues:
         """[N, G, C] keys and values that a layer computes from context tokens."""
-        _, keys, values = self._split(layer, layer.project_keys(context_NE), turn)
+        _, keys, values = self.split(layer, layer.project_keys(context_NE), turn)
         return keys, values
 
-    def block_heads(
-        self, layer: LayerWeights, state_NE: Tensor, turn: Turn
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [N, H, C], keys and values [N, G, C] of a block's own slots."""
-        return self._split(layer, layer.project_normed(state_NE), turn)
+    def enter_layer(
+        self, number: int, layer: LayerWeights, state_NE: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """A layer's q, k and v outputs of the blocks' own slots, and the gates of its
+        convolutions."""
+        convolved = self.layers[number]
+        if isinstance(convolved, ConvolvedLayer):
+            return convolved.project(layer, state_NE, self.spec.size)
+        return layer.project_normed(state_NE), None
+
+    def leave_layer(
+        self,
+        number: int,
+        layer: LayerWeights,
+        state_NE: Tensor,
+        attended_NHC: Tensor,
+        gates: Tensor | None,
+    ) -> Tensor:
+        convolved = self.layers[number]
+        if isinstance(convolved, ConvolvedLayer) and gates is not None:
+            return convolved.leave(layer, state_NE, attended_NHC, gates)
+        return layer.finish(state_NE, attended_NHC)
 
     def _project_tokens(self, layer: LayerWeights, newest_N: Tensor, dtype: torch.dtype) -> Tensor:
         """The first layer's projections. Its slots hold only their token, so the placeholders are
@@ -229,9 +215,8 @@ class BlockDraftModel(DraftModel):
         masked_NJX = qkv_MX[-1:, None].expand(len(newest_N), rest, -1)
         return torch.cat([qkv_MX[:-1, None], masked_NJX], dim=1).flatten(0, 1)
 
-    def _split(
-        self, layer: LayerWeights, x_NX: Tensor, turn: Turn
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def split(self, layer: LayerWeights, x_NX: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [N, H, C], keys and values [N, G, C]."""
         assert layer.q_norm is not None
         assert layer.k_norm is not None
         groups = self.spec.num_key_value_heads
@@ -261,8 +246,8 @@ class BlockDraftModel(DraftModel):
         common = (context_TE, turn_T, turn, rows, attention)
         for number, (layer, sight) in enumerate(zip(weights, sights, strict=True)):
             state = self._run_draft_layer(
-                self._layer, layer, sight, state, *common,
-                newest_N=newest_N if number == 0 else None,
+                self._layer, number, layer, sight, state, *common,
+                newest_N=newest_N if number == 0 and not self.spec.conv_kernel_size else None,
                 wanted_P=wanted_P if number == len(weights) - 1 else None,
             )  # fmt: skip
         state = rms_norm(state, self.norm_weight(dtype), self.spec.rms_norm_eps)
@@ -270,6 +255,7 @@ class BlockDraftModel(DraftModel):
 
     def _layer(
         self,
+        number: int,
         layer: LayerWeights,
         sight: Sight,
         state: Tensor,
@@ -279,18 +265,19 @@ class BlockDraftModel(DraftModel):
         rows: BlockRows,
         attention: AttentionKind,
         *,
-        newest_N: Tensor | None,  # first layer only
+        newest_N: Tensor | None,  # first layer only: see `_project_tokens`
         wanted_P: Tensor | None,  # last layer only: its other slots are not used
     ) -> Tensor:
+        gates = None
         if newest_N is None:
-            qkv_NX = layer.project_normed(state)
+            qkv_NX, gates = self.enter_layer(number, layer, state)
         else:
             qkv_NX = self._project_tokens(layer, newest_N, state.dtype)
         projected = (layer.project_keys(context_TE), qkv_NX)
 
         def make(kv_TX: Tensor, qkv_NX: Tensor) -> tuple[Tensor, ...]:
-            _, *context = self._split(layer, kv_TX, turn_T)
-            block = self._split(layer, qkv_NX, turn)
+            _, *context = self.split(layer, kv_TX, turn_T)
+            block = self.split(layer, qkv_NX, turn)
             q, *keys_values = (x.view(len(rows), rows.size, *x.shape[1:]) for x in block)
             return q, *context, *keys_values
 
@@ -299,9 +286,10 @@ class BlockDraftModel(DraftModel):
             q, (k, v), (block_kv[0], block_kv[1]), rows, sight, kind=attention,
             again=Again(projected, make) if layer.used_once else None,
         ).flatten(0, 1)  # fmt: skip
-        if wanted_P is not None:
-            state, out = _pick(state, wanted_P), _pick(out, wanted_P)
-        return layer.finish(state, out)
+        if wanted_P is not None and gates is None:
+            state, out, wanted_P = _pick(state, wanted_P), _pick(out, wanted_P), None
+        state = self.leave_layer(number, layer, state, out, gates)
+        return state if wanted_P is None else _pick(state, wanted_P)
 
 
 class _Pick(torch.autograd.Function):
@@ -321,6 +309,11 @@ def _pick(x_N: Tensor, index_P: Tensor) -> Tensor:
     """Distinct rows of x. Because none occurs twice, gradients are copied instead of added."""
     picked: Tensor = _Pick.apply(x_N, index_P)  # type: ignore[no-untyped-call]
     return picked
+
+
+def step_head(draft: BlockDraftModel) -> StepHead:
+    assert isinstance(draft.token_head, StepHead)
+    return draft.token_head
 
 
 @torch.no_grad()

@@ -1,4 +1,5 @@
-"""DFlash and DSpark: a block of tokens in one pass of a few layers that attend to the target."""
+"""Block drafts: a block of tokens in one pass of a few layers that attend to the target, and small
+heads that make its tokens depend on each other."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from fledge.formats.codec import Feature, PlainDraft
     from fledge.methods.block.formats import BlockView
     from fledge.methods.shared.draft import DraftModel, Reading
+
+
+_VLLM_CANDIDATES = (None, 1, 2, 4, 8, 16)
 
 
 class BlockMethod(Method):
@@ -77,6 +81,10 @@ class BlockMethod(Method):
             "blocks": True,
             "causal blocks": config.causal,
             "sliding layers": bool(config.sliding_layers),
+            "refined blocks": stated(config, "token_head") == "xpress",
+            # vLLM's kernels take powers of two up to 16
+            "large or odd candidate sets": (stated(config, "candidates") or 16)
+            not in (1, 2, 4, 8, 16),
             # engines' codebooks and candidates are those of the whole vocabulary
             "reduced candidates": bool(stated(config, "candidate_head"))
             and config.draft_vocab_size < config.vocab_size,
@@ -122,7 +130,13 @@ class Dflash(BlockMethod):
     title = "DFlash"
     section_path = "fledge.methods.block.section:DflashSection"
     objective_path = "fledge.methods.block.objective:DFlashTrainerModule"
-    strategies = Registry("strategy", {"block": "fledge.methods.block.decoding:Block"})
+    strategies = Registry(
+        "strategy",
+        {
+            "block": "fledge.methods.block.decoding:Block",
+            "tree": "fledge.methods.block.decoding:BlockTree",
+        },
+    )
     formats = Registry(
         "engine",
         {
@@ -154,7 +168,13 @@ class Dspark(BlockMethod):
         "markov_rank": 256,
         "confidence_head": True,
     }
-    strategies = Registry("strategy", {"markov": "fledge.methods.block.decoding:MarkovBlock"})
+    strategies = Registry(
+        "strategy",
+        {
+            "markov": "fledge.methods.block.decoding:StepBlock",
+            "tree": "fledge.methods.block.decoding:BlockTree",
+        },
+    )
     formats = Registry(
         "engine",
         {
@@ -172,4 +192,120 @@ class Dspark(BlockMethod):
         return DFLASH.owns(config) and bool(stated(config, "markov_rank"))
 
 
-DFLASH, DSPARK = Dflash(), Dspark()
+class Domino(BlockMethod):
+    """DFlash's block, left to right: a GRU over the tokens so far corrects the logits."""
+
+    name = "domino"
+    title = "Domino"
+    section_path = "fledge.methods.block.section:DominoSection"
+    objective_path = "fledge.methods.block.heads.domino:DominoTrainerModule"
+    bench_draft: ClassVar[Mapping[str, Any]] = {
+        **BlockMethod.bench_draft,
+        "sample_from_anchor": True,
+        "token_head": "domino",
+        "markov_rank": 256,
+    }
+    strategies = Registry(
+        "strategy",
+        {
+            "domino": "fledge.methods.block.decoding:StepBlock",
+            "tree": "fledge.methods.block.decoding:BlockTree",
+        },
+    )
+    formats = Registry("engine", {"sglang": "fledge.methods.block.formats:DOMINO_FLAT"})
+    algorithms: ClassVar[Mapping[str, str]] = {"sglang": "DFLASH"}
+
+    def owns(self, config: "PretrainedConfig") -> bool:
+        return bool(stated(config, "token_head") == self.name)
+
+
+class Xpress(BlockMethod):
+    """DFlash's block, refined by a few parallel passes of a small head."""
+
+    name = "xpress"
+    title = "XPress"
+    section_path = "fledge.methods.block.section:XpressSection"
+    objective_path = "fledge.methods.block.heads.xpress:XPressTrainerModule"
+    bench_draft: ClassVar[Mapping[str, Any]] = {
+        **BlockMethod.bench_draft,
+        "token_head": "xpress",
+        "markov_rank": 256,
+    }
+    strategies = Registry(
+        "strategy",
+        {
+            "passes": "fledge.methods.block.heads.xpress:Passes",
+            "tree": "fledge.methods.block.heads.xpress:PassTree",
+        },
+    )
+    formats = Registry(
+        "engine",
+        {
+            "vllm": "fledge.methods.block.formats:XPRESS_FLAT",
+            "speculators": "fledge.methods.block.formats:SPECULATORS_XPRESS",
+        },
+    )
+    algorithms: ClassVar[Mapping[str, str]] = {"vllm": "dflash"}
+
+    def owns(self, config: "PretrainedConfig") -> bool:
+        return bool(stated(config, "token_head") == self.name)
+
+
+_CONVOLVED = {**BlockMethod.bench_draft, "conv_kernel_size": 2}
+_WALK = {
+    "walk": "fledge.methods.block.heads.candidates:Walk",
+    "tree": "fledge.methods.block.decoding:BlockTree",
+}
+
+
+class Dflash2(BlockMethod):
+    """DFlash with convolutions inside the block, and a selector among the best tokens."""
+
+    name = "dflash2"
+    title = "DFlash 2"
+    section_path = "fledge.methods.block.section:Dflash2Section"
+    objective_path = "fledge.methods.block.heads.selector:DFlash2TrainerModule"
+    bench_draft: ClassVar[Mapping[str, Any]] = {**_CONVOLVED, "candidate_head": "selector"}
+    strategies = Registry("strategy", _WALK)
+    formats = Registry(
+        "engine",
+        {
+            "vllm": "fledge.methods.block.formats:DFLASH2_FLAT",
+            "sglang": "fledge.methods.block.formats:DFLASH2_FLAT",
+            "speculators": "fledge.methods.block.formats:SPECULATORS_DFLASH2",
+        },
+    )
+    algorithms: ClassVar[Mapping[str, str]] = {"vllm": "dflash", "sglang": "DFLASH"}
+
+    def owns(self, config: "PretrainedConfig") -> bool:
+        return bool(stated(config, "candidate_head") == "selector")
+
+
+class Lilicorr(BlockMethod):
+    """DFlash with a small transformer over the best tokens of all slots."""
+
+    name = "lilicorr"
+    title = "LiLiCorr"
+    section_path = "fledge.methods.block.section:LilicorrSection"
+    objective_path = "fledge.methods.block.heads.lilicorr:LiliCorrTrainerModule"
+    bench_draft: ClassVar[Mapping[str, Any]] = {
+        **_CONVOLVED,
+        "candidate_head": "lilicorr",
+        "lilicorr_hidden_size": 1024,
+    }
+    strategies = Registry("strategy", _WALK)
+    formats = Registry(
+        "engine",
+        {
+            "vllm": "fledge.methods.block.formats:LILICORR_FLAT",
+            "sglang": "fledge.methods.block.formats:LILICORR_FLAT",
+        },
+    )
+    algorithms: ClassVar[Mapping[str, str]] = {"vllm": "dflash", "sglang": "DFLASH"}
+
+    def owns(self, config: "PretrainedConfig") -> bool:
+        return bool(stated(config, "candidate_head") == self.name)
+
+
+DFLASH, DSPARK, DOMINO, XPRESS = Dflash(), Dspark(), Domino(), Xpress()
+DFLASH2, LILICORR = Dflash2(), Lilicorr()

@@ -16,16 +16,24 @@ from torch.nn import functional as F
 
 from fledge.core.distributed import World
 from fledge.core.head import HeadLike
-from fledge.methods.block.draft import BlockDraftModel
+from fledge.methods.block.draft import BlockDraftModel, step_head
 from fledge.methods.block.plan import ANCHOR_TOKENS, BlockPlan, plan_blocks
 from fledge.methods.losses.base import Loss
 from fledge.methods.losses.hard import TextCrossEntropy
 from fledge.methods.losses.registry import loss_of
-from fledge.methods.shared.head_loss import HeadLoss, HeadTask, TokenTask, frozen_head_loss
+from fledge.methods.shared.best_tokens import TopTokens
+from fledge.methods.shared.head_loss import (
+    HeadLoss,
+    HeadTask,
+    TokenTask,
+    frozen_head_loss,
+    head_loss,
+)
 from fledge.methods.shared.objective import StepOptions, StepTotals
 from fledge.methods.shared.rollout_objective import ReadyBatch, RolloutTrainerModule, no_autocast
 from fledge.methods.shared.supervision import Supervision, VocabularyTensors
 from fledge.rollout.attention import AttentionKind
+from fledge.rollout.plan import HeadElements
 from fledge.rollout.slots import RowMasks
 
 
@@ -126,11 +134,20 @@ class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
             newest_N,
             plan.position_T,
             plan.blocks,
-            wanted_P=plan.element_P,
+            wanted_P=None if self.draft_model.reads_blocks else plan.element_P,
             compute_dtype=dtype,
             attention=self.attention,
         )
-        return states_PE
+        return states_PE.flatten(0, -2)
+
+    def _head_task(self, ready: ReadyBatch[BlockPlan]) -> HeadTask:
+        """As in the base class; for a head that reads whole blocks, the states are those of all
+        slots."""
+        task, plan = super()._head_task(ready), ready.plan
+        if not self.draft_model.reads_blocks:
+            return task
+        element_N = plan.element_P.index_select(0, plan.head.element_N)
+        return replace(task, elements=replace(plan.head, element_N=element_N))
 
     def _charged(self, covered_N: Tensor) -> Tensor:
         """Only covered elements."""
@@ -138,11 +155,15 @@ class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
 
     def _coefficients(self, count_K: Tensor, dtype: torch.dtype) -> Tensor:
         """exp(-k / gamma), divided by the summed weights of all charged elements of the step."""
-        wide = torch.promote_types(dtype, torch.float32)
-        depth_K = torch.arange(self.depths, device=count_K.device, dtype=wide)
-        weight_K = (-depth_K / self.gamma).exp()
+        weight_K = self._depth_weights(dtype)
         total = (weight_K * count_K).sum()
         return weight_K / total.where(total > 0, 1.0)
+
+    def _depth_weights(self, dtype: torch.dtype) -> Tensor:
+        """[K] exp(-k / gamma)"""
+        wide = torch.promote_types(dtype, torch.float32)
+        depth_K = torch.arange(self.depths, device=self.selected_token_ids.device, dtype=wide)
+        return (-depth_K / self.gamma).exp()
 
     def _labels(self, ready: ReadyBatch[BlockPlan]) -> Tensor:
         """[N] the text's tokens that the elements predict, as draft ids."""
@@ -153,6 +174,45 @@ class BlockTrainerModule(RolloutTrainerModule[BlockPlan]):
         """[N] the text's tokens before those that the elements predict, as target ids."""
         slot_N = ready.plan.target_M.index_select(0, ready.plan.head.target_N)
         return ready.input_ids.flatten().index_select(0, slot_N)
+
+    # --- through a token head -------------------------------------------------------------------
+
+    def _token_features(
+        self, ready: ReadyBatch[BlockPlan], elements: HeadElements, state_NE: Tensor
+    ) -> Tensor:
+        """[N, R] the features of a token head that drafts left to right, given the text."""
+        head = step_head(self.draft_model)
+        memory_NM = self._memory(ready, state_NE.dtype) if head.has_memory else None
+        features_NR = head.features(self._previous_tokens(ready), state_NE, memory_NM)
+        if head.first_depth:
+            features_NR = features_NR * (elements.depth_N >= head.first_depth)[:, None]
+        return features_NR
+
+    def _memory(self, ready: ReadyBatch[BlockPlan], dtype: torch.dtype) -> Tensor:
+        """[N, M] the token head's memory of each block up to the token before the predicted one."""
+        draft, head, memory_BM = self.draft_model, step_head(self.draft_model), None
+        ids_S = ready.input_ids.flatten()  # blocks share tokens, and so what is read of them
+        inputs_SX, steps = head.inputs(draft.embed(ids_S, dtype)), []
+        for slot_B in self._block_slots(ready).unbind(1):
+            memory_BM = head.remember(memory_BM, inputs_SX.index_select(0, slot_B))
+            steps.append(memory_BM)
+        return torch.stack(steps)[ready.plan.head.depth_N, self._block_of(ready.plan)]
+
+    def _block_slots(self, ready: ReadyBatch[BlockPlan]) -> Tensor:
+        """[B, K] the slots that hold the tokens before those that each block predicts. Tokens
+        beyond a document change only what is not charged."""
+        slot_B = ready.plan.slot_T[ready.plan.blocks.slot_N]
+        slot_BK = slot_B[:, None] + torch.arange(self.depths, device=slot_B.device)
+        return slot_BK.clamp_max(ready.input_ids.numel() - 1)
+
+    def _block_tokens(self, ready: ReadyBatch[BlockPlan]) -> Tensor:
+        """[B, K] the tokens there."""
+        return ready.input_ids.flatten()[self._block_slots(ready)]
+
+    def _block_of(self, plan: BlockPlan) -> Tensor:
+        """[N] the block of each element."""
+        block_N = plan.element_P.index_select(0, plan.head.element_N)
+        return block_N // self.draft_model.spec.size
 
 
 def _next_tokens(input_ids_BT: Tensor, slot_M: Tensor) -> Tensor:
@@ -201,6 +261,7 @@ class DFlashTrainerModule(BlockTrainerModule):
         options = StepOptions(target_head, compute_dtype, chunk_rows, attention)
         super().__init__(draft_model, vocabulary, chosen, options, anchors=anchors, gamma=gamma)
         self.weights = weights
+        self.top: TopTokens | None = None  # what a head on top of it chooses among
 
     @torch.no_grad()
     def totals(self, ready: Sequence[ReadyBatch[BlockPlan]], world: World) -> StepTotals | None:
@@ -228,7 +289,14 @@ class DFlashTrainerModule(BlockTrainerModule):
         totals: StepTotals,
     ) -> HeadLoss:
         if not self._by_text:
-            return super()._score(ready, task, hidden_PE, coefficient_N, totals)
+            return head_loss(
+                hidden_PE,
+                self.draft_model.lm_head.weight,
+                task,
+                coefficient_N=coefficient_N,
+                acceptance_L=totals.acceptance_L,
+                top=self.top,
+            )
         if self.weights == "decay":
             weight_N = torch.where(task.charged_N, coefficient_N, 0.0)
             return self._text_scores(ready, hidden_PE, weight_N)
@@ -249,9 +317,15 @@ class DFlashTrainerModule(BlockTrainerModule):
         return frozen_head_loss(
             hidden_PE,
             self.draft_model.lm_head.weight,
-            TokenTask(plan.head, self._labels(ready), chunk_rows=self.chunk_rows),
+            TokenTask(
+                plan.head,
+                self._labels(ready),
+                supervision=ready.supervision,
+                chunk_rows=self.chunk_rows,
+            ),
             coefficient_N=coefficient_N,
             weigh=weigh if coefficient_N is None else None,
+            top=self.top,
         )
 
 
@@ -332,9 +406,9 @@ class DSparkTrainerModule(BlockTrainerModule):
         coefficient_N: Tensor,
         totals: StepTotals,
     ) -> HeadLoss:
-        draft, head = self.draft_model, self.draft_model.token_head
-        assert head is not None
-        features_NR = head.features(self._previous_tokens(ready), hidden_PE.dtype)
+        draft, head = self.draft_model, step_head(self.draft_model)
+        state_NE = hidden_PE.index_select(0, task.elements.element_N)
+        features_NR = self._token_features(ready, task.elements, state_NE)
         weight_N = torch.where(task.charged_N, coefficient_N, 0.0)
         scores = frozen_head_loss(
             hidden_PE,
@@ -352,7 +426,6 @@ class DSparkTrainerModule(BlockTrainerModule):
         )
         loss, row_loss_N = scores.loss, scores.row_loss_N
         if draft.confidence_head is not None and self.confidence_weight > 0:
-            state_NE = hidden_PE.index_select(0, task.elements.element_N)
             accepted_N = (1 - 0.5 * scores.distance_N).clamp(0, 1)
             log_odds_N = draft.confidence_head(state_NE, features_NR)
             bce_N = F.binary_cross_entropy_with_logits(log_odds_N, accepted_N, reduction="none")

@@ -13,7 +13,9 @@ against the text, for heads that are not trained:
 
     row loss = text_weight * CE(q, the text's token) + distance_weight * |q - p|
 
-with q = softmax(head(state) + token head(previous token)) and p the target's distribution.
+with q = softmax(head(state) + token head(previous token)) and p the target's distribution. The same
+sweep can charge the logits without the token head's term (`plain_N`), and return the best tokens of
+every element with differentiable logits (`TopTokens`), for heads that choose among these.
 """
 
 from collections.abc import Callable
@@ -28,6 +30,7 @@ from fledge.core.head import CHUNK_SCORES, rows_at_a_time
 from fledge.core.products import add_product, matmul
 from fledge.kernels.gate import kernel_runs
 from fledge.methods.losses.base import Loss, acceptance
+from fledge.methods.shared.best_tokens import BestTokens, Candidates, TopTokens
 from fledge.methods.shared.supervision import Supervision
 from fledge.rollout.plan import HeadElements
 
@@ -39,6 +42,8 @@ class HeadLoss:
     correct_N: Tensor  # bool: the draft's top token is the target's, or the text's
     distance_N: Tensor  # |q - p|; 0 if the distance has no weight
     coefficient_N: Tensor
+    pick_N: Tensor | None = None  # the draft's top token, if asked for
+    candidates: Candidates | None = None
 
 
 TokenFactors = tuple[Tensor, Tensor]  # features [N, R] of the elements' previous tokens, and [W, R]
@@ -51,21 +56,45 @@ Scores = tuple[Tensor, Tensor, Tensor | None, Tensor]
 
 
 @dataclass(frozen=True)
+class _Targets:
+    """What the elements of a chunk are scored against; slots are shared between depths."""
+
+    slots_MW: Tensor | None  # the target's probabilities, if the loss reads them
+    slot_J: Tensor | None  # each element's row of `slots_MW`
+    label_J: Tensor  # the text's token, or the target's top token
+
+    def per_element(self) -> Tensor:
+        """The target's probabilities [J, W], one row per element."""
+        assert self.slots_MW is not None
+        assert self.slot_J is not None
+        return self.slots_MW.index_select(0, self.slot_J)
+
+
+@dataclass(frozen=True)
 class _Sweep:
-    """How the elements are scored. `score` takes a chunk's logits, which it may overwrite, its
-    slices of the elements and of the target slots that they need, and the weights of its rows."""
+    """How the elements are scored. `read` takes a chunk's slices of the elements and of the target
+    slots that they need; `score` the chunk's logits, which it may overwrite, and the weights of its
+    rows."""
 
     elements: HeadElements
     chunk_rows: int
-    score: Callable[[Tensor, slice, slice, Tensor], Scores]
+    read: Callable[[slice, slice], _Targets]
+    score: Callable[[Tensor, _Targets, slice, Tensor], Scores]
     coefficient_N: Tensor | None  # None: `weigh` computes them from all row losses
     weigh: Weigh | None = None
+    plain_N: Tensor | None = None  # weights of the logits without the token head's term
+    picks: bool = False
+    top: TopTokens | None = None
     with_grad: bool = True
 
     def apply(
         self, hidden_PE: Tensor, head_WE: Tensor, token: TokenFactors | None = None
     ) -> HeadLoss:
-        return HeadLoss(*_SweepHead.apply(hidden_PE, head_WE, *(token or (None, None)), self))  # type: ignore[no-untyped-call]
+        factors = token or (None, None)
+        values: tuple[Any, ...] = _SweepHead.apply(hidden_PE, head_WE, *factors, self)  # type: ignore[no-untyped-call]
+        found = None if self.top is None else Candidates(*values[6:])
+        loss, row_loss_N, correct_N, distance_N, coefficient_N, pick_N = values[:6]
+        return HeadLoss(loss, row_loss_N, correct_N, distance_N, coefficient_N, pick_N, found)
 
 
 class _SweepHead(torch.autograd.Function):
@@ -77,7 +106,7 @@ class _SweepHead(torch.autograd.Function):
         features_NR: Tensor | None,
         out_WR: Tensor | None,
         sweep: _Sweep,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
         wide, dtype, elements = _wide(hidden_PE), hidden_PE.dtype, sweep.elements
         head, token_out = head_WE.to(dtype), None if out_WR is None else out_WR.to(dtype)
         leaves = (hidden_PE, head_WE, features_NR, out_WR)
@@ -89,28 +118,46 @@ class _SweepHead(torch.autograd.Function):
         )
         row_loss_N = hidden_PE.new_zeros(len(elements), dtype=wide)
         distance_N, correct_N = torch.zeros_like(row_loss_N), row_loss_N.bool()
+        plain_loss_N = torch.zeros_like(row_loss_N)
+        pick_N = torch.zeros_like(elements.depth_N) if sweep.picks else None
+        best = None
+        if sweep.top is not None:
+            best = BestTokens(sweep.top, hidden_PE, elements, with_grad=dhidden_PE is not None)
         coefficient_N = sweep.coefficient_N
         if coefficient_N is None:
             coefficient_N = torch.ones_like(row_loss_N)
         for part, slots in elements.chunks(sweep.chunk_rows):
             element_J = elements.element_N[part]
             x_JE = hidden_PE.index_select(0, element_J)
-            logits_JW = matmul(x_JE, head.t())
+            logits_JW, dplain_JW = matmul(x_JE, head.t()), None
+            targets = sweep.read(part, slots)
+            if sweep.plain_N is not None:
+                plain = sweep.score(logits_JW.clone(), targets, part, sweep.plain_N[part])
+                plain_loss_N[part], dplain_JW = plain[0], plain[3]
+                del plain
             if features_NR is not None and token_out is not None:
                 add_product(logits_JW, features_NR[part], token_out.t())
-            scored = sweep.score(logits_JW, part, slots, coefficient_N[part])
+            if pick_N is not None:
+                pick_N[part] = logits_JW.argmax(-1)
+            if best is not None:
+                probs_JW = targets.per_element() if best.top.target else None
+                best.take(part, logits_JW, head, targets.label_J, probs_JW)
+            scored = sweep.score(logits_JW, targets, part, coefficient_N[part])
             row_loss_N[part], correct_N[part], distance_J, dlogits_JW = scored
             if distance_J is not None:
                 distance_N[part] = distance_J
-            if dhidden_PE is not None:
-                dhidden_PE.index_copy_(0, element_J, matmul(dlogits_JW, head))
-            if dhead_WE is not None:
-                _add_product(dhead_WE, dlogits_JW, x_JE)
             if dfeatures_NR is not None and token_out is not None:
                 dfeatures_NR[part] = matmul(dlogits_JW, token_out)
             if dout_WR is not None and features_NR is not None:
                 _add_product(dout_WR, dlogits_JW, features_NR[part])
-            del logits_JW, scored, dlogits_JW  # before the next chunk: each takes half a gigabyte
+            if dplain_JW is not None:
+                dlogits_JW += dplain_JW
+            if dhidden_PE is not None:
+                dhidden_PE.index_copy_(0, element_J, matmul(dlogits_JW, head))
+            if dhead_WE is not None:
+                _add_product(dhead_WE, dlogits_JW, x_JE)
+            # before the next chunk: each takes half a gigabyte
+            del logits_JW, scored, dlogits_JW, dplain_JW
         correct_N &= row_loss_N.isfinite()  # the argmaxes of two NaN rows agree
         if sweep.weigh is not None:
             coefficient_N = sweep.weigh(row_loss_N)
@@ -119,13 +166,20 @@ class _SweepHead(torch.autograd.Function):
                 scale_P[elements.element_N] = coefficient_N
                 dhidden_PE.mul_(scale_P[:, None].to(dtype))
         loss = (row_loss_N * coefficient_N).sum()
+        if sweep.plain_N is not None:
+            loss = loss + (plain_loss_N * sweep.plain_N).sum()
         if dhead_WE is not None:
             dhead_WE = dhead_WE.to(head_WE.dtype)
         if dout_WR is not None and out_WR is not None:
             dout_WR = dout_WR.to(out_WR.dtype)
+        ctx.best, ctx.head, ctx.elements = best, None if best is None else head, elements
         ctx.save_for_backward(dhidden_PE, dhead_WE, dfeatures_NR, dout_WR)
-        ctx.mark_non_differentiable(row_loss_N, correct_N, distance_N, coefficient_N)
-        return loss, row_loss_N, correct_N, distance_N, coefficient_N
+        found = () if best is None else best.results()
+        values = (loss, row_loss_N, correct_N, distance_N, coefficient_N, pick_N, *found)
+        smooth = (0, 7, 9)  # the loss, the candidates' logits and their normalizer
+        fixed = (x for i, x in enumerate(values) if x is not None and i not in smooth)
+        ctx.mark_non_differentiable(*fixed)
+        return values
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -133,10 +187,12 @@ class _SweepHead(torch.autograd.Function):
         multiply = (
             torch.mul if torch._C._autograd._get_current_graph_task_keep_graph() else Tensor.mul_
         )
-        scaled = (
+        scaled = [
             None if grad is None else multiply(grad, grads[0].to(grad.dtype))
             for grad in ctx.saved_tensors
-        )
+        ]
+        if ctx.best is not None and scaled[0] is not None:
+            ctx.best.add_gradient(scaled[0], ctx.head, grads[7], grads[9])
         return *scaled, None
 
 
@@ -199,6 +255,7 @@ def head_loss(
     *,
     coefficient_N: Tensor,  # weight of each row's loss, where it is charged
     acceptance_L: Tensor | None = None,
+    top: TopTokens | None = None,
 ) -> HeadLoss:
     """Score all elements. `hidden_PE` [rows of all depths, E] are the states after the final norm.
 
@@ -213,14 +270,17 @@ def head_loss(
             acceptance_L = mean_acceptance(head_acceptance(hidden_PE, head_WE, task))
         weight_N = task.loss.weight(acceptance_L.to(_wide(hidden_PE)))[task.which_loss()]
 
-    def score(logits_JW: Tensor, part: slice, slots: slice, coefficient_J: Tensor) -> Scores:
-        target = _targets(task, part, slots, _wide(hidden_PE))
+    def read(part: slice, slots: slice) -> _Targets:
+        return _targets(task, part, slots, _wide(hidden_PE))
+
+    def score(logits_JW: Tensor, target: _Targets, part: slice, coefficient_J: Tensor) -> Scores:
         weight_J = None if weight_N is None else weight_N[part]
         return _score(logits_JW, target, task.loss, coefficient_J, weight_J)
 
     rows = task.rows_of_chunk(hidden_PE, len(head_WE))
     coefficient_N = torch.where(task.charged_N, coefficient_N, 0.0)
-    sweep = _Sweep(task.elements, rows, score, coefficient_N, with_grad=torch.is_grad_enabled())
+    with_grad = torch.is_grad_enabled()
+    sweep = _Sweep(task.elements, rows, read, score, coefficient_N, top=top, with_grad=with_grad)
     return sweep.apply(hidden_PE, head_WE)
 
 
@@ -246,19 +306,6 @@ def mean_acceptance(sums_2L: Tensor) -> Tensor:
     return sums_2L[0] / sums_2L[1].clamp_min(1)
 
 
-@dataclass(frozen=True)
-class _Targets:
-    """What the elements of a chunk are scored against; slots are shared between depths."""
-
-    slots_MW: Tensor  # the target's probabilities
-    slot_J: Tensor  # each element's row of `slots_MW`
-    top_J: Tensor  # the target's top token
-
-    def per_element(self) -> Tensor:
-        """The target's probabilities [J, W], one row per element."""
-        return self.slots_MW.index_select(0, self.slot_J)
-
-
 def _targets(task: HeadTask, part: slice, slots: slice, wide: torch.dtype) -> _Targets:
     slots_MW = task.supervision.probs(slots.start, slots.stop).to(wide)
     slot_J = task.elements.target_N[part] - slots.start
@@ -270,9 +317,9 @@ def _alpha(logits_JW: Tensor, target: _Targets) -> Tensor:
     if kernel_runs(logits_JW, what="head loss"):
         from fledge.kernels.head_rows import fused_rows
 
-        slots = (target.slots_MW, target.slot_J, target.top_J)
+        slots = (target.slots_MW, target.slot_J, target.label_J)
         return fused_rows(logits_JW, *slots, kind="acceptance")[0]
-    return acceptance(logits_JW.to(target.slots_MW.dtype), target.per_element())
+    return acceptance(logits_JW.to(_wide(logits_JW)), target.per_element())
 
 
 def _score(
@@ -283,12 +330,12 @@ def _score(
         from fledge.kernels.head_rows import fused_rows
 
         loss_J, correct_J, _ = fused_rows(
-            logits_JW, target.slots_MW, target.slot_J, target.top_J, kind=loss.kernel,
+            logits_JW, target.slots_MW, target.slot_J, target.label_J, kind=loss.kernel,
             coefficient_J=coefficient_J, ce_weight_J=weight_J,
         )  # fmt: skip
         return loss_J, correct_J, None, logits_JW
-    wide_JW = logits_JW.to(target.slots_MW.dtype)
-    correct_J = wide_JW.argmax(-1) == target.top_J
+    wide_JW = logits_JW.to(_wide(logits_JW))
+    correct_J = wide_JW.argmax(-1) == target.label_J
     loss_J, dlogits_JW = loss.rows(wide_JW, target.per_element(), weight_J)
     return loss_J, correct_J, None, dlogits_JW.mul_(coefficient_J[:, None]).to(logits_JW.dtype)
 
@@ -301,10 +348,10 @@ class TokenTask:
     """Which elements are scored, and against what."""
 
     elements: HeadElements
-    label_N: Tensor  # the text's tokens, as draft ids
-    text_weight: float = 1.0
+    label_N: Tensor | None  # the text's tokens, as draft ids; None: the target's top tokens
+    text_weight: float = 1.0  # of the cross entropy with the label
     distance_weight: float = 0.0
-    supervision: Supervision | None = None  # needed if the distance has a weight
+    supervision: Supervision | None = None  # needed if the target's distribution is read
     chunk_rows: int | None = None  # None: as many as fit
 
 
@@ -316,45 +363,60 @@ def frozen_head_loss(
     coefficient_N: Tensor | None = None,
     weigh: Weigh | None = None,
     token: TokenFactors | None = None,
+    plain_N: Tensor | None = None,
+    picks: bool = False,
+    top: TopTokens | None = None,
 ) -> HeadLoss:
     """Score all elements. Their weights are given (`coefficient_N`) or computed from all row losses
     (`weigh`, through which no gradient flows). The latter needs no second sweep, because gradients
     of states can be scaled afterwards; those of a trained factor could not."""
     assert (coefficient_N is None) != (weigh is None)
-    assert token is None or weigh is None, "a token head needs the coefficients beforehand"
+    assert (token is None and plain_N is None) or weigh is None, "coefficients come beforehand"
 
     rows = task.chunk_rows or _chunk_rows(hidden_PE, len(head_WE), has_kernel=True)
-    score, with_grad = partial(_score_text, task), torch.is_grad_enabled()
-    sweep = _Sweep(task.elements, rows, score, coefficient_N, weigh, with_grad)
+    reads_target = task.distance_weight > 0 or (top is not None and top.target)
+    read = partial(_read_text, task, _wide(hidden_PE), reads_target=reads_target)
+    sweep = _Sweep(
+        task.elements, rows, read, partial(_score_text, task), coefficient_N, weigh, plain_N,
+        picks, top, torch.is_grad_enabled(),
+    )  # fmt: skip
     return sweep.apply(hidden_PE, head_WE.detach(), token)
 
 
+def _read_text(
+    task: TokenTask, wide: torch.dtype, part: slice, slots: slice, *, reads_target: bool
+) -> _Targets:
+    if task.label_N is not None and not reads_target:
+        return _Targets(None, None, task.label_N[part])
+    assert task.supervision is not None
+    probs_MW = task.supervision.probs(slots.start, slots.stop).to(wide)
+    slot_J = task.elements.target_N[part] - slots.start
+    if task.label_N is None:
+        return _Targets(probs_MW, slot_J, probs_MW.argmax(-1)[slot_J])
+    return _Targets(probs_MW, slot_J, task.label_N[part])
+
+
 def _score_text(
-    task: TokenTask, logits_JW: Tensor, part: slice, slots: slice, coefficient_J: Tensor
+    task: TokenTask, logits_JW: Tensor, targets: _Targets, part: slice, coefficient_J: Tensor
 ) -> Scores:
-    label_J, probs_MW, slot_J, wide = task.label_N[part], None, None, _wide(logits_JW)
-    if task.distance_weight > 0:
-        assert task.supervision is not None
-        probs_MW = task.supervision.probs(slots.start, slots.stop).to(wide)
-        slot_J = task.elements.target_N[part] - slots.start
+    label_J, by_distance = targets.label_J, task.distance_weight > 0
     if kernel_runs(logits_JW, what="head loss"):
         from fledge.kernels.head_rows import fused_rows
 
+        probs_MW, slot_J = (targets.slots_MW, targets.slot_J) if by_distance else (None, None)
         scores = fused_rows(
             logits_JW, probs_MW, slot_J, label_J, kind="hard", coefficient_J=coefficient_J.float(),
             text_weight=task.text_weight,
-            distance_weight=None if probs_MW is None else task.distance_weight,
+            distance_weight=task.distance_weight if by_distance else None,
         )  # fmt: skip
         return *scores, logits_JW
-    probs_JW = None
-    if probs_MW is not None and slot_J is not None:
-        probs_JW = probs_MW.index_select(0, slot_J)
-    wide_JW = logits_JW.to(wide)
+    wide_JW = logits_JW.to(_wide(logits_JW))
+    probs_JW = targets.per_element() if by_distance else None
     correct_J = wide_JW.argmax(-1) == label_J
     loss_J, distance_J, dlogits_JW = text_rows(
         wide_JW, label_J, probs_JW, task.text_weight, task.distance_weight
     )
-    dlogits_JW = dlogits_JW.mul_(coefficient_J[:, None].to(wide)).to(logits_JW.dtype)
+    dlogits_JW = dlogits_JW.mul_(coefficient_J[:, None].to(wide_JW.dtype)).to(logits_JW.dtype)
     return loss_J, correct_J, distance_J, dlogits_JW
 
 

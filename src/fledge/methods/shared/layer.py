@@ -222,10 +222,10 @@ class LayerWeights:
         """Output projection and SwiGLU, with their residuals."""
         if self.norm_residual:
             residual_NE = self.normed(residual_NE)
-        state_NE = residual_NE + self._out(attended_NHC.flatten(1))
+        state_NE = residual_NE + self.out(attended_NHC.flatten(1))
         return state_NE + self._mlp(state_NE)
 
-    def _out(self, attended_NX: Tensor) -> Tensor:
+    def out(self, attended_NX: Tensor) -> Tensor:
         if self.late_qkv is not None:
             return late_linear(attended_NX, (self.o,))
         return products.linear(attended_NX, self.o, self.o_bias)

@@ -86,6 +86,9 @@ class StepTotals:
     acceptance_L: Tensor | None = None
     # scalar: sum of the weights of all elements, where these follow from the draft (D-PACE)
     weight_sum: Tensor | None = None
+    # scalar: sum of the weights of all elements whose right tokens are candidates, for heads that
+    # choose among candidates
+    found_sum: Tensor | None = None
 
 
 ReadyT = TypeVar("ReadyT", bound=Ready)
@@ -104,6 +107,10 @@ class Objective(Protocol[ReadyT]):
     def reads_target(self) -> bool:
         """Whether the loss reads the target's distribution. If not, it reads only the aux states of
         the target's answer, and training may request no more (`Eagle3TargetBackend.features`)."""
+        ...
+
+    def begin_step(self, done: float) -> None:
+        """Called before each training step with the share of all steps that are done."""
         ...
 
     def prepare(self, rows: TokenBatch, answer: Eagle3TargetBatch, seed: int) -> ReadyT:

@@ -87,6 +87,10 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         member_V = vocabulary.member_V.to(draft_model.device).bool()
         self.register_buffer("selected_token_ids", ids_W, persistent=False)
         self.register_buffer("selected_token_mask", member_V, persistent=False)
+        # the share of all steps that are done, on the device: recorded steps read it there
+        self.progress: Tensor
+        done = torch.zeros((), dtype=torch.float64, device=ids_W.device)
+        self.register_buffer("progress", done, persistent=False)
         self.loss = loss
         self.compute_dtype, self.attention = options.compute_dtype, options.attention
         self.chunk_rows, self.context = options.chunk_rows, options.context
@@ -212,6 +216,10 @@ class RolloutTrainerModule(nn.Module, ABC, Generic[Plan]):
         else:
             inputs = (plan.share.tokens(input_ids), plan.share.states(aux_hidden_states))
         return ReadyBatch(plan, *inputs, supervision, covered_M, charged_K)
+
+    def begin_step(self, done: float) -> None:
+        """See `Objective.begin_step`."""
+        self.progress.fill_(done)
 
     @torch.no_grad()
     def totals(self, ready: Sequence[ReadyBatch[Plan]], world: World) -> StepTotals | None:
