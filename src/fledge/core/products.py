@@ -23,7 +23,7 @@ def _is_large(a_NK: Tensor, width: int) -> bool:
         and a_NK.ndim == 2
         and a_NK.numel() * width >= _FEWEST
         and _linear_pointwise is not None
-        and torch.backends.mkldnn.is_available()
+        and torch._C._has_mkldnn
     )
 
 
