@@ -35,6 +35,7 @@ class ServingEngine:
     limits: tuple[Limit, ...]
     # targets whose inner states it does not pass to drafts: EAGLE-3 cannot be served there
     mute_targets: tuple[str, ...] = ()
+    for_mute_targets: str = "train objective.kind=eagle1, which needs only the last state"
 
     def check_target(self, architectures: list[str], *, inner_states: bool) -> None:
         """Refuse a draft that needs inner states which the engine does not pass for this target."""
@@ -43,7 +44,7 @@ class ServingEngine:
             raise BadInput(
                 f"{self.title} does not pass the inner states of {unsupported[0]} to drafts",
                 where=f"--engine {self.name}",
-                fix="train objective.kind=eagle1, which needs only the last state",
+                fix=self.for_mute_targets,
             )
 
     def check_version(self, version: str | None) -> str:
@@ -136,6 +137,7 @@ ENGINES: dict[EngineName, ServingEngine] = {
             *_NOT_IN_LLAMA,
         ),
         mute_targets=("Qwen2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+        for_mute_targets="--engine vllm, or a target that llama.cpp passes them on for",
     ),
 }  # fmt: skip
 # vLLM reads the speculators format of P-EAGLE without these two flags.
