@@ -163,6 +163,28 @@ def test_the_last_layers_keep_what_fits_the_limit_or_the_free_memory(make, monke
     assert recomputed(0.0) == [False] * 3
 
 
+def test_checkpointed_layers_keep_no_activations():
+    """Those that a node of the graph holds itself would not be dropped."""
+    draft = make_block_draft().train()
+    size, rows = draft.spec.hidden_size, 5
+    attended = torch.randn(rows, draft.spec.num_attention_heads, draft.spec.head_dim).double()
+
+    def held():
+        layer, *_ = draft.step_weights(torch.float64, rows, kept_gib=1.0, used_once=True)
+        state = torch.randn(rows, size).double().requires_grad_()
+        out = draft._run_draft_layer(layer.finish, state, attended)
+        nodes, found = [out.grad_fn], []
+        while nodes:
+            node = nodes.pop()
+            found += getattr(node, "kept", None) or []
+            nodes += [parent for parent, _ in node.next_functions if parent is not None]
+        return found
+
+    assert len(held()) == 2
+    draft.gradient_checkpointing_enable()
+    assert held() == []
+
+
 def test_spare_memory_is_a_quarter_of_what_stays_free(monkeypatch):
     draft = make_block_draft(num_hidden_layers=1)
     assert draft._spare_gib() == 0  # on a CPU

@@ -5,7 +5,7 @@ A method's own draft model (such as `eagle3/draft.py`) adds the computation.
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
@@ -216,8 +216,9 @@ class DraftModel(nn.Module):
     ) -> list[LayerWeights]:
         """`layer_weights` for a step of `rows` rows in each layer. Their MLPs keep at most
         `kept_gib` or, on a GPU, what a step may take of its free memory."""
-        if self.checkpoints_layers:  # no activations are kept anyway
-            return self.layer_weights(dtype, used_once=used_once)
+        if self.checkpoints_layers:  # torch drops all activations that it is asked to save
+            layers = self.layer_weights(dtype, used_once=used_once)
+            return [replace(layer, checkpointed=True) for layer in layers]
         fitting = partial(kept_mlps, self.spec, rows, dtype, layers=len(self.layers))
         kept = fitting(kept_gib=kept_gib)
         if kept < len(self.layers) and torch.is_grad_enabled():

@@ -171,6 +171,7 @@ class LayerWeights:
     merge_EE: Tensor | None = None  # EAGLE-1's layer 0: the half of fc that reads the state
     recompute_mlp: bool = False  # recompute the MLP's activations, to save memory in long batches
     used_once: bool = False  # recompute norms too; what is kept serves only one backward pass
+    checkpointed: bool = False  # keep nothing that torch does not know of: it reruns the layer
 
     def token_part(self, embedding_TE: Tensor) -> Tensor | None:
         """The embedding half of q, k, v side by side, or of fc; computed once per token."""
@@ -234,7 +235,8 @@ class LayerWeights:
         norm, recompute = (self.mlp_norm, self.eps), self.recompute_mlp
         weights = (self.gate, self.up, self.down)
         if self.used_once and not self.mlp_biases:
-            return gated_mlp(state_NE, *weights, norm=norm, recompute=recompute, once=True)
+            once = not self.checkpointed
+            return gated_mlp(state_NE, *weights, norm=norm, recompute=recompute, once=once)
         x_NE = rms_norm(state_NE, *norm)
         if not self.mlp_biases:
             return gated_mlp(x_NE, *weights, recompute=recompute)
