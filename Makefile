@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test test-slow test-ranks test-cluster test-newcomer test-wheel docs test-trainers bench-trainers test-vllm test-sglang test-llamacpp browser lint format clean
+.PHONY: help demo test test-slow test-ranks test-cluster test-newcomer test-wheel docs test-trainers bench-trainers test-vllm test-sglang test-llamacpp bench-llamacpp browser lint format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -91,6 +91,9 @@ $(LLAMACPP)/.ready: pyproject.toml
 	@$(LLAMACPP)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["llama-cpp"], sep="\n")' >$(LLAMACPP)/pins.txt
 	@$(LLAMACPP)/bin/python -m pip --quiet --disable-pip-version-check install -r $(LLAMACPP)/pins.txt  # it needs nothing else
 	@touch $@
+
+bench-llamacpp: $(READY) $(LLAMACPP)/.ready  ## what drafts are worth in llama.cpp, plain and drafted in turns; run it alone
+	@PYTHONPATH=src:benchmarks:$$(echo $(LLAMACPP)/lib/python3*/site-packages) $(BIN)/python benchmarks/bench_llamacpp.py $(ARGS)
 
 test-llamacpp: $(READY) $(LLAMACPP)/.ready  ## GGUF drafts in a real llama.cpp server, on this CPU
 	@$(BIN)/python $(PYTEST) -n 0 -m engine tests/engines/llamacpp $(AGAIN)

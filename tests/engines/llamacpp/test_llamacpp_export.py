@@ -23,7 +23,6 @@ from engines.llamacpp.drafts import (
     write_changed,
 )
 from engines.llamacpp.serving import ENVIRONMENT, serve
-from engines.llamacpp.target import target_gguf
 from fledge.data.template import ChatTemplate
 from fledge.decode.llamacpp import Answer
 from fledge.formats.export import export_draft
@@ -33,6 +32,7 @@ from fledge.measure.replay import Replay, Text
 from fledge.methods.registry import METHODS
 from fledge.models.resolve import load_tokenizer
 from fledge.target.hf.model import HFEagle3TargetModel
+from gguf_target import target_gguf
 
 pytestmark = [
     pytest.mark.engine,

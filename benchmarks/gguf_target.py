@@ -1,4 +1,4 @@
-"""A Llama as a GGUF file in float32: what llama.cpp serves is then what torch computes."""
+"""A Llama as a GGUF file in one type of numbers. In float32, llama.cpp computes what torch does."""
 
 import json
 from pathlib import Path
@@ -18,8 +18,10 @@ LAYER = {
 OUTSIDE = {"embed_tokens": "token_embd", "norm": "output_norm"}
 
 
-def target_gguf(name: str, path: Path) -> Path:
-    from gguf import GGUFWriter
+def target_gguf(name: str, path: Path, dtype: str = "f32") -> Path:
+    """`dtype` is that of the matrices: f32, f16, bf16 or q8_0."""
+    from gguf import GGMLQuantizationType, GGUFWriter
+    from gguf.quants import quantize
 
     directory = local_model(name)
     config: dict[str, Any] = json.loads((directory / "config.json").read_text())
@@ -49,7 +51,12 @@ def target_gguf(name: str, path: Path) -> Path:
                 tensor = halves.transpose(1, 2).reshape(tensor.shape)
         else:
             theirs = OUTSIDE.get(stem, "output")
-        writer.add_tensor(f"{theirs}.weight", tensor.float().contiguous().numpy())
+        values = tensor.float().contiguous().numpy()
+        if tensor.ndim == 1 or dtype == "f32":
+            writer.add_tensor(f"{theirs}.weight", values)
+        else:
+            kind = GGMLQuantizationType[dtype.upper()]
+            writer.add_tensor(f"{theirs}.weight", quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
