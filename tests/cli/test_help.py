@@ -54,7 +54,7 @@ def test_verbs_are_listed_in_workflow_order():
     assert set(listed) == set(typer.main.get_command(app).commands)
     workflow = ["data", "precompute", "plan", "train", "eval", "report", "chat", "export", "serve"]
     assert [verb for verb in listed if verb in workflow] == workflow
-    summary = "Check an EAGLE, P-EAGLE, DFlash or DSpark draft of any trainer against its target."
+    summary = "Check an EAGLE, P-EAGLE or block draft of any trainer against its target."
     assert summary in " ".join(shown(()).split())
 
 
