@@ -157,13 +157,10 @@ CONTROLS: dict[str, tuple[str, Callable[[Path], dict[str, Any]]]] = {
 def test_a_wrong_file_is_noticed(control: str, place: Place, case: Any, tmp_path: Path) -> None:
     kind, change = CONTROLS[control]
     directory, count = case(kind).draft, 6
-    right = write_changed(directory, tmp_path / "right.gguf")
-    assert right.stat().st_size == case(kind).file.stat().st_size or kind == "eagle3"
     wrong = write_changed(directory, tmp_path / "wrong.gguf", **change(directory))
     served = place.serve(kind, wrong, count)
     # whatever is drafted, the text is the target's
     assert [a.token_ids for a in served.answers] == [place.expected(t) for t in place.texts[:count]]
     expected = [counted(result, LIMIT, place.end) for result in case(kind).replays[:count]]
-    print(control, [a.accepted for a in served.answers], [e[2] for e in expected])
     same = sum(a.accepted == e[2] for a, e in zip(served.answers, expected, strict=True))
     assert same <= count // 2
