@@ -46,7 +46,7 @@ def by_torch(logits, targets, kind, coefficient, ce_weight):
 def by_kernel(logits, targets, kind, coefficient, ce_weight):
     grads = logits.clone()
     loss, correct, _ = fused_rows(
-        grads, targets.slots_MW, targets.slot_J, targets.top_J, kind=LOSSES[kind].kernel,
+        grads, targets.slots_MW, targets.slot_J, targets.label_J, kind=LOSSES[kind].kernel,
         coefficient_J=coefficient, ce_weight_J=ce_weight,
     )  # fmt: skip
     return loss, correct, grads
@@ -85,7 +85,7 @@ def test_kernel_matches_torch_for_any_sizes(kind, width, count, block, seed):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_error_is_at_most_twice_that_of_torch(kind, dtype):
     logits, targets, coefficient, ce_weight = make_rows(6, 700, dtype=dtype)
-    exact = _Targets(targets.slots_MW.double(), targets.slot_J, targets.top_J)
+    exact = _Targets(targets.slots_MW.double(), targets.slot_J, targets.label_J)
     truth = by_torch(logits.double(), exact, kind, coefficient.double(), ce_weight.double())
     actual = by_kernel(logits, targets, kind, coefficient, ce_weight)
     torch_result = by_torch(logits, targets, kind, coefficient, ce_weight)
@@ -101,7 +101,7 @@ def test_the_first_of_equal_logits_is_the_top(monkeypatch, block):
     logits, targets, coefficient, ce_weight = make_rows(3, 40)
     logits[:] = torch.arange(40, device=DEVICE) // 10
     for top in (30, 31):
-        tied = _Targets(targets.slots_MW, targets.slot_J, torch.full_like(targets.top_J, top))
+        tied = _Targets(targets.slots_MW, targets.slot_J, torch.full_like(targets.label_J, top))
         assert by_kernel(logits, tied, "ce", coefficient, ce_weight)[1].tolist() == [top == 30] * 3
 
 

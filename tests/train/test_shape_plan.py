@@ -195,6 +195,8 @@ def test_predicted_memory_is_close_to_what_steps_took_on_a_gpu(name, shape, pack
     draft = draft_without_memory(recipe, config)
     rows = typical_rows(packs, tokens, document=tokens, supervised=0.6)
     predicted = StepMemory.of(draft, [rows], recipe).bytes()
+    if recipe.method.name == "peagle":  # was measured with bfloat16 copies of the layers, kept
+        predicted += 2 * sum(p.numel() for p in draft.layers.parameters())
     if recipe.method.name == "eagle3":
         predicted += 4 * sum(p.numel() for p in draft.parameters() if p.requires_grad)
     assert predicted / GIB == pytest.approx(above, rel=0.15)
