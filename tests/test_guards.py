@@ -73,8 +73,12 @@ def test_folders_import_only_earlier_folders(path):
 NAMING = {
     "cli/eval.py": "block: calibration of DSpark's confidence",
     "measure/evaluation.py": "block: calibration of DSpark's confidence",
+    "cli/stitch.py": "mtp: the heads that models ship in their own files",
     "draft_llama.py": "names that other programs use",
     "methods/eagle1/method.py": "chains and trees of EAGLE-3",
+    "methods/mtp/draft.py": "a copy of the target's last layers, as for EAGLE-3",
+    "methods/mtp/method.py": "a rollout and its strategies are EAGLE-3's",
+    "methods/mtp/section.py": "a rollout and its strategies are EAGLE-3's",
     "methods/peagle/decoding.py": "P-EAGLE's draft is EAGLE-3's",
     "methods/peagle/draft.py": "P-EAGLE's draft is EAGLE-3's",
     "methods/peagle/method.py": "P-EAGLE's draft is EAGLE-3's",

@@ -29,6 +29,7 @@ KINDS = {  # of drafts, by method
     "eagle3": ["random", "trained", "deep", "normed", "biased"],
     "peagle": ["parallel"],
     "eagle1": ["eagle1 random", "eagle1 trained", "eagle1 deep"],
+    "mtp": ["mtp random", "mtp trained"],
     "dflash": ["dflash random", "dflash trained", "dflash causal"],
     "dspark": ["dspark", "dspark sure"],
     **{kind: [kind] for kind in HEADS},

@@ -12,6 +12,8 @@ from fledge.methods.block.draft import BlockDraftModel
 from fledge.methods.eagle1.draft import LlamaEagle1DraftModel
 from fledge.methods.eagle1.objective import Eagle1TrainerModule
 from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
+from fledge.methods.eagle3.objective import Eagle3TrainerModule
+from fledge.methods.mtp.draft import MtpDraftModel
 from fledge.methods.registry import method_of
 
 VOCAB, AUX = 40, [0, 1, 2]
@@ -73,7 +75,6 @@ def own_texts(target, prompts):
 
 def fit_draft(target, draft, steps, depths=4):
     """Train on greedy continuations, until draft and target agree often but not always."""
-    from fledge.methods.eagle3.objective import Eagle3TrainerModule
     from fledge.methods.peagle.objective import PEagleTrainerModule
     from fledge.target.hf.model import HFEagle3TargetModel
 
@@ -133,6 +134,21 @@ def make_eagle1(target, *, layers=1, version=1, fit=0):
     draft.copy_head_from_target(target.lm_head)
     if fit:
         fit_with_head(target, draft, Eagle1TrainerModule, fit, token_weight=1.0)
+    return draft.eval()
+
+
+def make_mtp(target, *, fit=0, **options):
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=target.config.vocab_size, num_hidden_layers=1, num_aux_hidden_states=1,
+        mtp_family="mimo", attention_bias=True, **(SIZES | options),
+    )  # fmt: skip
+    draft = MtpDraftModel(config).double()
+    enlarge(draft)
+    draft.copy_embeddings_from_target(target.model.embed_tokens)
+    draft.copy_head_from_target(target.lm_head)
+    if fit:
+        fit_with_head(target, draft, Eagle3TrainerModule, fit, ttt_steps=4)
     return draft.eval()
 
 

@@ -16,7 +16,7 @@ from fledge.methods.block.heads.xpress import XPressTrainerModule
 from fledge.methods.block.objective import DFlashTrainerModule, DSparkTrainerModule
 from fledge.methods.block.plan import ANCHOR_TOKENS
 from fledge.methods.losses.lk_lambda import LkLambda
-from objective import naive_eagle1
+from objective import naive_eagle1, naive_mtp
 from objective.naive_block import (
     Table,
     make_block_documents,
@@ -140,6 +140,13 @@ KINDS = {
     "peagle, three segments": Kind(partial(peagle, sequence_partitions=3)),
     # noise is drawn in fp32
     "eagle1": Kind(eagle1, naive_eagle1.documents_of, tolerance=1e-9),
+    "mtp": Kind(naive_mtp.make_module, naive_mtp.documents_of),
+    "mtp, hosted": Kind(
+        partial(naive_mtp.make_module, changes=naive_mtp.HOSTED),
+        naive_mtp.documents_of,
+        tolerance=1e-6,  # transformers' norms compute in fp32
+    ),
+    "mtp lambda": Kind(partial(naive_mtp.make_module, loss="lk_lambda"), naive_mtp.documents_of),
     **{name: Kind(make, make_block_documents) for name, make in _BLOCKS.items()},
 }
 # Those whose sizes can be rounded up.

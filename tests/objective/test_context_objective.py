@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from fledge.core.distributed import join_world
 from fledge.rollout.context import ContextRanks
 from live_bytes import watch_saved
+from objective import naive_mtp
 from objective.cases import eagle1, eagle3, peagle
 from objective.naive_eagle1 import documents_of
 from objective.naive_eagle3 import (
@@ -56,6 +57,7 @@ CASES = {
     "peagle, recomputed": case(peagle, checkpointing=True),
     "eagle1": case(eagle1),
     "eagle1, two layers": case(eagle1, changes={"layers": 2}),
+    "mtp": case(naive_mtp.make_module),
 }
 
 
@@ -65,7 +67,7 @@ def packed(rows, make_documents=make_documents, width=20, **options):
 
 
 def batch_of(name):
-    if name.startswith("eagle1"):
+    if name.startswith(("eagle1", "mtp")):
         return packed(ROWS, documents_of)
     return packed(ROWS)
 

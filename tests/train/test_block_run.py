@@ -174,7 +174,7 @@ def eagle1(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle1", "eagle2"])
+@pytest.mark.parametrize("kind", ["eagle1", "eagle2", "mtp"])
 def test_evaluated_and_exported(eagle1, tmp_path, tiny_target, kind):
     fit(set_up(eagle1(kind=kind)), Notes())
     prompts = tmp_path / "prompts.jsonl"
@@ -198,12 +198,14 @@ def test_evaluated_and_exported(eagle1, tmp_path, tiny_target, kind):
         command = serve_command(record, str(out), target="T")
         if engine == "vllm":
             config_json = command[command.index("--speculative-config") + 1]
-            assert json.loads(config_json)["method"] == "eagle"
+            assert json.loads(config_json)["method"] == METHODS[kind].algorithms["vllm"]
+            assert ("--hf-overrides" in command) == (kind == "mtp")
         else:
-            assert command[command.index("--speculative-algorithm") + 1] == "EAGLE"
+            name = METHODS[kind].algorithms["sglang"]
+            assert command[command.index("--speculative-algorithm") + 1] == name
             topk = command[command.index("--speculative-eagle-topk") + 1]
-            assert topk == ("1" if kind == "eagle1" else "4")
-    with pytest.raises(BadInput, match="does not read EAGLE"):
+            assert topk == ("4" if kind == "eagle2" else "1")
+    with pytest.raises(BadInput, match="does not read"):
         export_draft(tmp_path / "run", tmp_path / "no", engine="speculators")
 
 

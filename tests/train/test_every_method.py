@@ -13,6 +13,7 @@ from train.test_fit import LAMBDA, PEAGLE, assert_resumes_bitwise, differing, fi
 from train.tiny import BLOCKS
 
 EAGLE1 = ("objective.kind=eagle1", "training.steps=8")
+MTP = ("objective.kind=mtp", "training.steps=6")
 DPACE = ("objective.weights=dpace", "training.lr=1e-3", "training.steps=4")
 
 
@@ -22,6 +23,7 @@ DPACE = ("objective.weights=dpace", "training.lr=1e-3", "training.steps=4")
         pytest.param((*PEAGLE, "training.epochs=4"), 4, id="peagle"),
         pytest.param((*EAGLE1, "training.steps=60"), 5, marks=pytest.mark.slow, id="eagle1"),
         *(pytest.param(options, 4, id=kind) for kind, options in BLOCKS.items()),
+        pytest.param(MTP, 3, id="mtp"),
     ],
 )
 def test_learns_and_resumes_bitwise(recipe, monkeypatch, tmp_path, options, depths):
@@ -58,6 +60,7 @@ def test_micro_batches_do_not_change_the_run(recipe, tmp_path, options):
     "options",
     [
         pytest.param(EAGLE1, marks=pytest.mark.slow, id="eagle1"),
+        pytest.param(MTP, id="mtp"),
         *(
             pytest.param((*options, "training.steps=3"), id=kind)
             for kind, options in BLOCKS.items()
@@ -95,6 +98,7 @@ FROM_TARGET = ("draft.layers_from_target=true", "layers_from_target: must be fal
         ),
         ("eagle1", "draft.fc_norm=true", "draft.fc_norm: must be false for EAGLE-1"),
         ("eagle1", "target.aux_layer_ids=0,1", "target.aux_layer_ids: must be one layer"),
+        ("mtp", "draft.layers=2", "draft.layers: must be 1 for MTP"),
         *((kind, *FROM_TARGET) for kind in ("eagle1", "dflash", "dspark")),
     ],
 )

@@ -177,6 +177,7 @@ RUNS = {
     "peagle": ["objective.kind=peagle"],
     "peagle, few": ["objective.kind=peagle", "objective.down_sample_ratio=0.2"],
     "eagle1": ["objective.kind=eagle1", "draft.draft_vocab_size=null"],
+    "mtp": ["objective.kind=mtp"],
     "dflash": ["objective.kind=dflash", *BLOCKS],
     "dspark": ["objective.kind=dspark", *BLOCKS],
 }

@@ -31,6 +31,7 @@ CASES = [
     ("peagle", 2, {"down_sample_ratio": 1.0, "down_sample_ratio_min": 1.0, "num_depths": 3}),
     ("eagle1", 1, {}),
     ("eagle2", 2, {"draft_tokens": 9}),
+    ("mtp", 1, {"ttt_steps": 3, "depth_keep": 0.6}),
     ("dflash", 3, {"block_size": 8, "anchors": 700}),
     ("dflash", 1, {"block_size": 5, "anchors": 150, "loss": "kl", "causal": True}),
     ("dspark", 3, {"block_size": 5, "anchors": 700, "markov_rank": MARKOV_RANK}),

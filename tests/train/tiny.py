@@ -84,7 +84,7 @@ def recipe_for(target: Path, chats: Path, run: Path, *overrides: str) -> Recipe:
     kinds = {text for text in overrides if text.startswith("objective.kind=")}
     if kinds <= {"objective.kind=eagle3"}:
         overrides = ("objective.ttt_steps=3", *overrides)
-    if kinds & {"objective.kind=eagle1", "objective.kind=eagle2"}:
+    if kinds & {f"objective.kind={kind}" for kind in ("eagle1", "eagle2", "mtp")}:
         overrides = ("target.aux_layer_ids=null", "draft.draft_vocab_size=null", *overrides)
     return load_recipe(
         None,

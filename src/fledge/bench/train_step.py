@@ -23,7 +23,6 @@ from fledge.core.transfer import record_event
 from fledge.data.pack import collate, one_per_row, pack_rows
 from fledge.methods.base import TrainerInputs
 from fledge.methods.registry import DEFAULT_METHOD, METHODS
-from fledge.methods.shared.config import derive_draft_config
 from fledge.target.base import InputEmbedding
 from fledge.target.hf.loading import convert_linears
 from fledge.target.hf.model import HFEagle3TargetModel
@@ -109,7 +108,7 @@ def build_parts(case: Case, device: torch.device) -> Parts:
     usual = {"layers": 1, "freeze_embeddings": True, **method.draft_defaults, **method.fixed_draft}
     vocab = SHAPES[case.shape][-1]
     draft_vocab = usual.get("draft_vocab_size", DRAFT_VOCAB[case.shape]) or vocab  # null: all of it
-    config = derive_draft_config(
+    config = method.derive(
         target.model.config,
         architecture="LlamaForCausalLM",
         draft_vocab_size=draft_vocab,

@@ -41,7 +41,7 @@ _VERBS = {
     "eval": "eval.evaluate", "forecast": "forecast.forecast", "report": "report.report",
     "chat": "chat.chat", "export": "export.export", "serve": "serve.serve", "bench": "bench.app",
     "diagnose": "diagnose.diagnose", "import": "import_draft.import_draft",
-    "retarget": "retarget.retarget",
+    "retarget": "retarget.retarget", "stitch": "stitch.stitch",
 }  # fmt: skip
 
 

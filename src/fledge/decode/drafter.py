@@ -15,9 +15,8 @@ from torch.nn import functional as F
 
 from fledge.decode.strategy import RoundState, Strategy
 from fledge.methods.shared.draft import DraftModel
-from fledge.methods.shared.layer import LayerWeights
+from fledge.methods.shared.layer import LayerInput
 from fledge.methods.shared.norms import rms_norm
-from fledge.methods.shared.rotary import rotate
 from fledge.methods.shared.unroll import UnrolledDraftModel
 
 
@@ -32,7 +31,7 @@ class CachedStrategy(Strategy):
 
     @property
     @abstractmethod
-    def layers(self) -> Sequence[LayerWeights]:
+    def layers(self) -> Sequence[LayerInput]:
         """The draft's layers in the dtype of decoding."""
 
     @abstractmethod
@@ -117,8 +116,8 @@ class UnrolledStrategy(CachedStrategy):
         return self.shape.num_draft_tokens
 
     @cached_property
-    def layers(self) -> Sequence[LayerWeights]:
-        return self.draft.layer_weights(self.dtype)
+    def layers(self) -> Sequence[LayerInput]:
+        return self.draft.unrolled_layers(self.dtype)
 
     @cached_property
     def _norm(self) -> Tensor | None:
@@ -159,28 +158,27 @@ class UnrolledStrategy(CachedStrategy):
         covered by `room`. Without `position_BQ` and `visible_BQU` an entry sits at its index and
         attends to every index up to it.
         """
-        batch, count = token_BQ.shape
+        shape = token_BQ.shape
         if position_BQ is None:
             position_BQ = index_BQ
         if visible_BQU is None:
             visible_BQU = torch.arange(used, device=self.device) <= index_BQ[..., None]
-        embedding = F.embedding(token_BQ.flatten(), self.draft.embed_tokens.weight).to(self.dtype)
-        token = self.layers[0].token_part(embedding)
         angles = self.draft.rotary(position_BQ.flatten(), self.dtype)
+        embedding = self.draft.embed_at(token_BQ.flatten(), position_BQ.flatten(), self.dtype)
+        token = self.layers[0].token_part(embedding)
         state = state_BQE.flatten(0, 1)
         for number, layer in enumerate(self.layers):
-            state, token = layer.enter(state, token)
-            qkv = layer.project(layer.normed(state), token, slice(None))
-            q, kv = qkv.tensor_split([layer.q_size], dim=1)
-            keys, values = self._heads(kv).chunk(2, dim=1)
-            stored = self.store(number, index_BQ, rotate(layer.keys(keys), *angles), values)
-            q_NHC = rotate(layer.queries(self._heads(q)), *angles)
-            out = attend(q_NHC.view(batch, count, *q_NHC.shape[1:]), *stored, visible_BQU)
-            state = layer.finish(state, out.flatten(0, 1))
+
+            def attend_all(q: Tensor, keys: Tensor, values: Tensor, number: int = number) -> Tensor:
+                stored = self.store(number, index_BQ, keys, values)
+                q_BQHC = q.view(*shape, *q.shape[1:])
+                return attend(q_BQHC, *stored, visible_BQU).flatten(0, 1)
+
+            state = layer.through(state, token, angles, attend_all)
             token = None
         if self.draft.spec.norm_output:
             state = self._normed(state)
-        return state.view(batch, count, -1)
+        return state.view(*shape, -1)
 
     def logits(self, carried: Tensor) -> Tensor:
         """[..., E] as `run` returns it -> [..., W]."""
@@ -189,9 +187,6 @@ class UnrolledStrategy(CachedStrategy):
 
     def _normed(self, state: Tensor) -> Tensor:
         return rms_norm(state, self._norm, self.draft.spec.rms_norm_eps)
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.reshape(len(x), -1, self.draft.spec.head_dim)
 
 
 def attend(q_BQHC: Tensor, keys_BUGC: Tensor, values_BUGC: Tensor, visible_BQU: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class Format:
     always_aux_ids: bool = False  # written even if they are the engine's default
     ignored: frozenset[str] = frozenset()  # left out: the engine takes the target's
     renamed: Mapping[str, str] = field(default_factory=dict)  # pattern of our name -> theirs
-    needs_fc_bias: bool = False  # drafts without one are written with zeros
+    adapted: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict  # to what the engine computes
 
     def tensor_name(self, ours: str) -> str:
         for pattern, theirs in self.renamed.items():
@@ -174,6 +174,11 @@ def _speculators_chain_keys(facts: Facts, *, kind: str, architecture: str) -> di
 # --- formats -------------------------------------------------------------------------------------
 
 
+def zeros_for(weight_OI: Tensor) -> Tensor:
+    """The bias of a projection that has none."""
+    return weight_OI.new_zeros(len(weight_OI))
+
+
 _TARGETS = frozenset({"embed_tokens.weight", "lm_head.weight"})
 PLAIN_VLLM = Format("plain-vllm", _plain_vllm_keys, AUX_KEY, aux_id_offset=1)
 PLAIN_SGLANG = Format(
@@ -197,7 +202,10 @@ SPECULATORS_EAGLE3, SPECULATORS_PEAGLE = (
 )  # fmt: skip
 EAGLE1_VLLM = Format("eagle1-vllm", partial(_eagle1_keys, engine="vllm"), ignored=_TARGETS)
 EAGLE1_SGLANG = Format(
-    "eagle1-sglang", partial(_eagle1_keys, engine="sglang"), ignored=_TARGETS, needs_fc_bias=True
+    "eagle1-sglang",
+    partial(_eagle1_keys, engine="sglang"),
+    ignored=_TARGETS,
+    adapted=lambda tensors: {"fc.bias": zeros_for(tensors["fc.weight"]), **tensors},
 )
 
 
@@ -324,9 +332,8 @@ def config_values(layout: Format, facts: Facts, features: frozenset[Feature]) ->
 
 def file_tensors(layout: Format, draft: PlainDraft) -> dict[str, Tensor]:
     """The tensors under their names in the file."""
-    tensors = {name: t for name, t in draft.tensors.items() if name not in layout.ignored}
-    if layout.needs_fc_bias and "fc.bias" not in tensors:
-        tensors["fc.bias"] = torch.zeros(len(tensors["fc.weight"]), dtype=draft.dtype)
+    own = {name: t for name, t in draft.tensors.items() if name not in layout.ignored}
+    tensors = layout.adapted(own)
     return {layout.tensor_name(name): t.detach().contiguous() for name, t in tensors.items()}
 
 

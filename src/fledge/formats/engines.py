@@ -217,6 +217,7 @@ def serve_command(
         "num_speculative_tokens": depth,
         **method.vllm_settings,
     }
+    flags = [*method.vllm_flags, *flags]
     return ["vllm", "serve", target, "--speculative-config", json.dumps(speculative), *flags]
 
 

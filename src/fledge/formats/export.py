@@ -208,6 +208,8 @@ class _Job:
         check_representable(self.engine, self.layout, self.version, features)
         inner = self.method.aux_layers() > 1
         self.engine.check_target(self.target.architectures, inner_states=inner)
+        if refusal := self.method.refused_target(self.draft.config, self.engine.name, self.target):
+            raise refusal
         return features
 
     def _settle_embeddings(self) -> str:

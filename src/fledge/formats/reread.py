@@ -84,6 +84,8 @@ def reread(directory: Path, engine: str, target: TargetSide) -> Reread:
         return _as_block(kind, values, tensors, engine, target)
     if named == _EAGLE1_CLASSES.get(engine):
         return _as_eagle1(values, tensors, target)
+    if named == ["MiMoForCausalLM"]:
+        return _as_mimo(values, tensors, target)
     readers = {"vllm": _as_vllm, "sglang": _as_sglang, "speculators": _as_speculators}
     return readers[engine](values, tensors, target)
 
@@ -181,6 +183,35 @@ def _as_eagle1(values: Values, tensors: dict[str, Tensor], target: TargetSide) -
     own = {"eagle_version": values.get("eagle_version", 1), "fc_bias": "fc.bias" in state}
     ids = [] if target.layers is None else [target.layers]
     return Reread(_config(values, {}, ids, num_aux_hidden_states=1, **own), state, [])
+
+
+def _as_mimo(values: Values, tensors: dict[str, Tensor], target: TargetSide) -> Reread:
+    """A multi-token head in MiMo's layout: W reads the state first; q, k and v have biases. Without
+    any of these tensors engines compute with random numbers."""
+    require(values.get("num_nextn_predict_layers") == 1, "num_nextn_predict_layers")
+    require(values["model_type"] == "qwen2", "model_type")
+    parts = {
+        "token_layernorm": "embedding_norm", "hidden_layernorm": "hidden_norm",
+        "input_proj": "fc", "final_layernorm": "norm",
+    }  # fmt: skip
+    state, unread = {}, []
+    for name, tensor in tensors.items():
+        prefix, _, rest = name.partition("model.mtp_layers.0.")
+        if prefix or not rest:
+            unread.append(name)
+            continue
+        part, _, kind = rest.partition(".")
+        state[f"{parts[part]}.{kind}" if part in parts else f"layers.0.{rest}"] = tensor
+    biases = [f"layers.0.self_attn.{name}_proj.bias" for name in "qkv"]
+    require(all(name in state for name in biases), "q, k and v biases (in model.safetensors)")
+    biased = any(bool(state[name].any()) for name in biases)
+    for name in () if biased else biases:
+        del state[name]
+    size = values["hidden_size"]
+    state["fc.weight"] = torch.cat([state["fc.weight"][:, size:], state["fc.weight"][:, :size]], 1)
+    own = {"mtp_family": "mimo", "norm_output": True, "attention_bias": biased}
+    ids = values["aux_layer_ids"]
+    return Reread(_config(values, {}, ids, num_aux_hidden_states=1, **own), state, unread)
 
 
 def _target_embeddings(target: TargetSide, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -6,13 +6,15 @@ package at load time; each function imports what it returns.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fledge.core.registry import imported
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import Tensor
     from transformers import PretrainedConfig
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from fledge.core.errors import BadInput
     from fledge.core.head import HeadLike
     from fledge.decode.strategy import Strategy
-    from fledge.formats.codec import Feature, Format, PlainDraft
+    from fledge.formats.codec import Feature, Format, PlainDraft, TargetFacts
     from fledge.formats.foreign import DraftView
     from fledge.methods.section import ObjectiveSection
     from fledge.methods.shared.draft import DraftModel, Reading
@@ -100,6 +102,9 @@ class Method(ABC):
     vllm_settings: ClassVar[Mapping[str, object]] = {}
     """Further entries that vLLM's speculative config needs."""
 
+    vllm_flags: ClassVar[Sequence[str]] = ()
+    """Further flags of `vllm serve`."""
+
     @property
     def own_strategy(self) -> str:
         """The strategy that it trains for."""
@@ -146,6 +151,19 @@ class Method(ABC):
         """Additional entries of its drafts' configs, for `derive_draft_config`. For random weights
         there is no tokenizer; without a section, the entries are those of `fledge bench train`."""
         return {}
+
+    def derive(self, target_config: "PretrainedConfig", **keys: Any) -> "PretrainedConfig":
+        """The config of a draft for this target; `keys` as of `derive_draft_config`."""
+        from fledge.methods.shared.config import derive_draft_config
+
+        return derive_draft_config(target_config, **keys)
+
+    def start_from_target(self, draft: "DraftModel", model: "Path") -> None:
+        """Load the draft that a model ships in its own files (`draft.init_from=target`)."""
+        from fledge.core.errors import BadInput
+
+        what, where = f"no model ships a draft of {self.title}", "draft.init_from=target"
+        raise BadInput(what, where=where, fix="objective.kind=mtp")
 
     def grow(self, draft: "DraftModel", config: "PretrainedConfig") -> "DraftModel | None":
         """A draft of `config` initialized from another method's draft; None if it cannot be."""
@@ -195,6 +213,12 @@ class Method(ABC):
 
     def refused_tokens(self, config: "PretrainedConfig", asked: int) -> "BadInput | None":
         """Why a draft cannot be served with this number of drafted tokens; None if it can."""
+        return None
+
+    def refused_target(
+        self, config: "PretrainedConfig", engine: str, target: "TargetFacts"
+    ) -> "BadInput | None":
+        """Why an engine cannot serve a draft with this target; None if it can."""
         return None
 
     def with_target_rows(self, draft: "PlainDraft", head_VE: "Tensor | None") -> "PlainDraft":

@@ -28,6 +28,7 @@ METHODS: Registry[Method] = Registry(
         "xpress": "fledge.methods.block.method:XPRESS",
         "dflash2": "fledge.methods.block.method:DFLASH2",
         "lilicorr": "fledge.methods.block.method:LILICORR",
+        "mtp": "fledge.methods.mtp.method:MTP",
     },
 )
 DEFAULT_METHOD = "eagle3"

@@ -84,7 +84,7 @@ class Draft(Section):
 
     draft_vocab_size: PositiveCount | None = 32_000
     """The draft can propose this many of the most frequent tokens; null: all of the target's, the
-    default for block drafts."""
+    default for block drafts and MTP."""
 
     intermediate_size: PositiveCount | None = None
     """Width of the MLP; null: the target's."""
@@ -106,13 +106,13 @@ class Draft(Section):
     """Start the head from the target's rows of the draft vocabulary."""
 
     layers_from_target: bool = False
-    """EAGLE-3, P-EAGLE: start with copies of the target's last layers and its norm, behind an fc
-    that passes on the last aux state. The target must be in this process, with layers like
+    """EAGLE-3, P-EAGLE, MTP: start with copies of the target's last layers and its norm, behind an
+    fc that passes on the last aux state. The target must be in this process, with layers like
     Llama's."""
 
     init_from: Text | None = None
     """Draft to start from (a run, a checkpoint, an export for vLLM; `fledge import` converts
-    others); its vocabulary map is kept."""
+    others); its vocabulary map is kept. target: the native head in the target's files (MTP)."""
 
     @property
     def computation(self) -> dict[str, Any]:

@@ -15,15 +15,15 @@ from fledge.data.vocab import (
     special_token_ids,
 )
 from fledge.methods.registry import load_draft, method_of
-from fledge.methods.shared.config import derive_draft_config
 from fledge.methods.shared.draft import DraftModel
 from fledge.methods.shared.rotary import verify_rotary
+from fledge.models.resolve import local_model
 from fledge.recipe.schema import Recipe
 from fledge.target.base import Eagle3TargetBackend, InputEmbedding, LayerView
 from fledge.target.finite_check import bad_weights, is_finite
-from fledge.target.kinds import TargetSection, kind_of, target_config
+from fledge.target.kinds import TargetSection, kind_of, model_name, target_config
 from fledge.target.layers import target_depth, validate_aux_layer_ids
-from fledge.training.runs import starting_draft
+from fledge.training.runs import FROM_TARGET, starting_draft
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -57,6 +57,8 @@ def make_draft(
         draft.copy_embeddings_from_target(target.get_input_embeddings())
         if section.head_from_target:
             draft.copy_head_from_target(InputEmbedding(info.head.weight_VD))
+        if section.init_from == FROM_TARGET:
+            recipe.method.start_from_target(draft, local_model(model_name(recipe.target)))
         if section.layers_from_target:
             if info.module is None:
                 where = "draft.layers_from_target"
@@ -86,7 +88,7 @@ def config_of_draft(
 ) -> Any:
     """The draft config for any target of that config; `settings`: what the method adds."""
     section = recipe.draft
-    return derive_draft_config(
+    return recipe.method.derive(
         target_config,
         draft_vocab_size=draft_vocab_size,
         num_hidden_layers=section.layers,

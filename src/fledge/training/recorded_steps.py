@@ -38,7 +38,7 @@ def recorded_steps(
     would not pay off."""
     draft = objective.draft_model
     small = draft.config.hidden_size <= _MAX_HIDDEN_SIZE and not draft.gradient_checkpointing
-    if draft.device.type != "cuda" or not small:
+    if draft.device.type != "cuda" or not small or not draft.recordable:
         return None
     if not isinstance(objective, RolloutTrainerModule) or not objective.can_be_even:
         return None

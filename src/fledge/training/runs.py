@@ -44,10 +44,13 @@ def draft_directory(path: Path) -> Path:
     raise BadInput(what, where=str(path), fix=f"fledge brings {known}" if known else "")
 
 
+FROM_TARGET = "target"  # `draft.init_from`: the head in the target's own files
+
+
 def starting_draft(recipe: Recipe) -> Path | None:
     """The directory of the draft that a recipe starts from, if it names one."""
     start = recipe.draft.init_from
-    return None if start is None else draft_directory(Path(start).expanduser())
+    return None if start in (None, FROM_TARGET) else draft_directory(Path(start).expanduser())
 
 
 def run_directory(path: Path) -> Path | None:

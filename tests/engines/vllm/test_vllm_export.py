@@ -99,6 +99,8 @@ class Trained:
         command = serve_command(read_export_record(export), str(export), target=target)
         assert command[:2] == ["vllm", "serve"]
         options: dict[str, Any] = {"model": command[2]}
+        if "--hf-overrides" in command:
+            options["hf_overrides"] = json.loads(command[command.index("--hf-overrides") + 1])
         if "--speculative-config" in command:
             at = command.index("--speculative-config")
             options["speculative_config"] = json.loads(command[at + 1])

@@ -135,7 +135,7 @@ class Subject:
     def aux_count(self) -> int:
         """How many of the target's states the draft reads: its config says it, or fc's width."""
         fc = self.view.state.get("fc.weight")
-        if self.view.borrows and fc is not None and fc.ndim == 2:
+        if self.view.borrows and not self.view.merges and fc is not None and fc.ndim == 2:
             return fc.shape[1] // int(self.target.text.hidden_size)
         count: int = self.view.get("num_aux_hidden_states", self.view.method.aux_layers())
         return count
@@ -144,7 +144,7 @@ class Subject:
     def default_aux(self) -> list[int] | None:
         """The engines' default when a draft names no layers; None if the target is too shallow, or
         where engines have no default."""
-        if self.view.borrows:
+        if self.view.borrows and not self.view.merges:
             return None
         with suppress(BadInput):
             method = self.view.method

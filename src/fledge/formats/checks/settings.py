@@ -72,7 +72,7 @@ def flags(subject: Subject) -> Iterator[Finding]:
 def mask_token(subject: Subject) -> Iterator[Finding]:
     """No placeholder where one is needed, or a real token for it."""
     view, token, full = subject.view, subject.view.mask, subject.vocab_size
-    if not (view.parallel or view.borrows):
+    if not view.parallel and (view.merges or not view.borrows):
         return
     trained = f"{view.mask_paths[0]}: the id that the draft was trained with"
     if token is None:
@@ -202,7 +202,7 @@ def _sort_aux(files: DraftFiles) -> None:
 def serving(subject: Subject) -> Iterator[Finding]:
     """The settings that each engine needs, and what it cannot load."""
     view, method = subject.view, subject.view.method
-    if view.borrows:  # blocks: one flat layout, which both engines read
+    if view.borrows and not view.merges:  # blocks: one flat layout, which both engines read
         return
     speculative = f'vLLM: method "{method.algorithms["vllm"]}"'
     if view.parallel:

@@ -15,12 +15,10 @@ they are found by name.
 Shapes: N blocks of J slots, T key axis.
 """
 
-from types import SimpleNamespace
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from fledge.core import products
@@ -31,17 +29,16 @@ from fledge.methods.block.heads.convolution import ConvolvedLayer, GatedConvolut
 from fledge.methods.block.heads.markov import ConfidenceHead
 from fledge.methods.block.plan import BlockRows
 from fledge.methods.registry import CANDIDATE_HEADS, TOKEN_HEADS
-from fledge.methods.shared.draft import DraftModel
+from fledge.methods.shared.borrowing import BorrowingDraftModel
 from fledge.methods.shared.layer import DeepDraftLayer, LayerWeights, linear
 from fledge.methods.shared.norms import rms_norm
 from fledge.methods.shared.rotary import Rotary, Turn, split_heads
 from fledge.rollout.attention import AttentionKind, KeysValues
-from fledge.target.base import Eagle3TargetBackend
 
 KEPT_MLP_GIB = 4.5  # MLP activations that are kept even if little memory is free
 
 
-class BlockDraftModel(DraftModel):
+class BlockDraftModel(BorrowingDraftModel):
     """fc, hidden_norm, Qwen3-style layers, norm; optionally a token head and a confidence head.
 
     `config` is a Llama-style transformers config plus the keys of `BlockConfig`,
@@ -49,7 +46,6 @@ class BlockDraftModel(DraftModel):
     """
 
     architecture = "FledgeBlockDraftModel"
-    typical_weight = "fc.weight"  # the head is the target's and not in the file
     config_type = BlockConfig
     spec: BlockConfig
 
@@ -71,9 +67,7 @@ class BlockDraftModel(DraftModel):
         self._register_vocabulary(spec)
         self.rotary = Rotary(config)
         self._init_weights()
-        with torch.device("meta"):  # until the target's are set
-            self._attach_shared("embed_tokens", nn.Embedding(spec.vocab_size, size))
-            self._attach_shared("lm_head", linear(size, spec.draft_vocab_size))
+        self._borrow_later()
 
     def _init_weights(self) -> None:
         super()._init_weights()
@@ -97,52 +91,6 @@ class BlockDraftModel(DraftModel):
         """Whether a head reads the states of all slots of a block."""
         return self.token_head is not None and self.token_head.whole_blocks
 
-    # --- embedding and head, which belong to the target -----------------------------------------
-
-    def _attach_shared(self, name: str, table: nn.Module) -> None:
-        """Set an attribute without registering it as a submodule: not trained, saved or cast."""
-        table.requires_grad_(False)
-        object.__setattr__(self, name, table)
-
-    @property
-    def whole(self) -> bool:
-        """Whether the target's embedding and head are set."""
-        return not any(t.weight.is_meta for t in (self.embed_tokens, self.lm_head))
-
-    def check_whole(self) -> None:
-        """Raise ValueError if the target's embedding and head are not set."""
-        if not self.whole and self.device.type != "meta":
-            raise ValueError(
-                "embed_tokens: this draft works with its target's embedding and head: "
-                "borrow_from(target) gives it both"
-            )
-
-    def borrow_from(self, target: Eagle3TargetBackend) -> None:
-        self.copy_embeddings_from_target(target.get_input_embeddings())
-        self.copy_head_from_target(SimpleNamespace(weight=target.info().head.weight_VD))
-
-    def _set_weight(self, table: nn.Embedding | nn.Linear, weight: Tensor) -> None:
-        """Use the target's weight; it is not copied if it is on the draft's device already."""
-        table.weight = nn.Parameter(weight.detach().to(self.device), requires_grad=False)
-
-    def freeze_embeddings(self) -> None:
-        """Do nothing: the embeddings are never trained."""
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for table in (self.embed_tokens, self.lm_head):
-            if not table.weight.is_meta:  # move it with the draft, but keep the target's dtype
-                table.to(self.device)
-        return self
-
-    @property
-    def device(self) -> torch.device:
-        return self.fc.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
-
     # --- the layout of a block ------------------------------------------------------------------
 
     @property
@@ -161,11 +109,6 @@ class BlockDraftModel(DraftModel):
         """[N, J]: the newest token, followed by placeholders."""
         rest = newest_N.new_full((len(newest_N), self.spec.size - 1), self.spec.mask_id)
         return torch.cat([newest_N[:, None], rest], dim=1)
-
-    def embed(self, token: Tensor, dtype: torch.dtype) -> Tensor:
-        """[..., E] the embeddings of tokens in `dtype`."""
-        self.check_whole()
-        return F.embedding(token, self.embed_tokens.weight).to(dtype)
 
     # --- computing ------------------------------------------------------------------------------
 

@@ -95,18 +95,7 @@ class LlamaEagle3DraftModel(_PeagleDraftMixin):
     def start_as_target(self, model: nn.Module) -> None:
         """Copy the target's last layers, as many as the draft has, and its final norm; set fc to
         pass on the last aux state."""
-        target_layers = find_layers(model)[-len(self.layers) :]
-        if len(target_layers) < len(self.layers):
-            what = f"the draft has {len(self.layers)} layers, the target {len(target_layers)}"
-            raise _refused(what)
-        for layer, target_layer in zip(self.layers, target_layers, strict=True):
-            assert isinstance(layer, DraftLayer)
-            for name, destination in _destinations(layer):
-                _copy(name, destination, _weight(target_layer, name))
-        norm = describe_final_norm(model)
-        if norm is None:
-            raise _refused("the target has no norm in front of its head")
-        _copy("norm", self.norm.weight, _scales(model.get_submodule(norm.path)))
+        copy_last_layers(self.layers, self.norm, model)
         size, target_size = self.spec.hidden_size, self.spec.target_hidden_size
         if target_size != size:
             raise _refused(f"the draft's hidden size is {size}, the target's {target_size}")
@@ -139,6 +128,23 @@ WHERE = "draft.layers_from_target"
 
 def _refused(what: str) -> BadInput:
     return BadInput(what, where=WHERE, fix=f"{WHERE}=false")
+
+
+@torch.no_grad()
+def copy_last_layers(layers: nn.ModuleList, norm: nn.RMSNorm, model: nn.Module) -> None:
+    """Copy the target's last layers, as many as there are, and its final norm."""
+    target_layers = find_layers(model)[-len(layers) :]
+    if len(target_layers) < len(layers):
+        what = f"the draft has {len(layers)} layers, the target {len(target_layers)}"
+        raise _refused(what)
+    for layer, target_layer in zip(layers, target_layers, strict=True):
+        assert isinstance(layer, DraftLayer)
+        for name, destination in _destinations(layer):
+            _copy(name, destination, _weight(target_layer, name))
+    found = describe_final_norm(model)
+    if found is None:
+        raise _refused("the target has no norm in front of its head")
+    _copy("norm", norm.weight, _scales(model.get_submodule(found.path)))
 
 
 def _destinations(layer: DraftLayer) -> Iterator[tuple[str, Tensor]]:

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fledge.methods.eagle3.draft import LlamaEagle3DraftModel
 from fledge.methods.losses.base import Loss
 from fledge.methods.losses.registry import loss_of
 from fledge.methods.shared.objective import StepOptions
 from fledge.methods.shared.rollout_objective import RolloutTrainerModule
 from fledge.methods.shared.supervision import VocabularyTensors
+from fledge.methods.shared.unroll import UnrolledDraftModel
 from fledge.rollout.attention import AttentionKind
 from fledge.rollout.context import ContextRanks
 from fledge.rollout.plan import RolloutPlan, plan_rollout
@@ -36,11 +36,11 @@ class Eagle3TrainerModule(RolloutTrainerModule[RolloutPlan]):
     that tests compare with.
     """
 
-    draft_model: LlamaEagle3DraftModel
+    draft_model: UnrolledDraftModel
 
     def __init__(
         self,
-        draft_model: LlamaEagle3DraftModel,
+        draft_model: UnrolledDraftModel,
         *,
         selected_token_ids: Tensor,
         selected_token_mask: Tensor,

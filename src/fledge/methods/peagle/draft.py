@@ -210,7 +210,7 @@ class _ParallelStep:
         slots = segment.end - segment.begin
         normed = layer.normed(state)
         kv = self._unfold(layer.project(normed, token, slice(layer.q_size, None)), segment, slots)
-        keys, values = self.model.heads(kv).chunk(2, dim=1)
+        keys, values = layer.heads(kv).chunk(2, dim=1)
         keys = rotate(layer.keys(keys), *turn)
         rows, depth_zero = segment.every, slots
         if index == len(self.layers) - 1:  # the output of the other rows is not used
@@ -227,7 +227,7 @@ class _ParallelStep:
             keys_so_far, values_so_far = zip(*earlier, keys_values, strict=True)
             prefix = (torch.cat(keys_so_far), torch.cat(values_so_far))
         out = parallel_attention(
-            rotate(layer.queries(self.model.heads(q)), *turn),
+            rotate(layer.queries(layer.heads(q)), *turn),
             prefix,
             (keys[slots:], values[slots:]),
             rows,

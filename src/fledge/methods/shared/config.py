@@ -182,6 +182,11 @@ class DraftConfig:
         return self.aux_width
 
     @property
+    def output_bias(self) -> bool:
+        """Whether the attention's output projection has a bias."""
+        return self.attention_bias
+
+    @property
     def norms_inputs(self) -> bool:
         """Whether the target's states are normed before fc, layer by layer (EAGLE-3.1)."""
         return self.fc_norm

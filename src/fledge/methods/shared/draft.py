@@ -199,6 +199,11 @@ class DraftModel(nn.Module):
 
     # --- layers and gradients -------------------------------------------------------------------
 
+    @property
+    def recordable(self) -> bool:
+        """Whether its steps can be recorded as CUDA graphs: they wait for nothing on the host."""
+        return True
+
     def layer_weights(
         self, dtype: torch.dtype, *, kept: int | None = None, used_once: bool = False
     ) -> list[LayerWeights]:

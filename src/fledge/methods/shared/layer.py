@@ -2,15 +2,16 @@
 
 EAGLE-3's layer 0 is fused: q, k and v read [input_layernorm(embedding); hidden_norm(hidden)], twice
 as wide. EAGLE-1 merges the two before its layer 0, with fc([embedding; hidden]), and does not norm
-the result. A product with a concatenation is the sum of two products, and the embedding half
-depends only on the token: it is computed once per token and read by offset at every depth. Deeper
-layers are ordinary pre-norm Llama layers.
+the result; a native multi-token head norms both first. A product with a concatenation is the sum of
+two products, and the embedding half depends only on the token: it is computed once per token and
+read by offset at every depth. Deeper layers are ordinary pre-norm Llama layers.
 
 The modules hold parameters under the names that engines read. `LayerWeights` are the weights that a
 step computes with: cast once per step, so that fp32 masters can be trained in bf16, or, for a
 single pass, cast where they are used (`late_linear`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from fledge.core import products
 from fledge.kernels.gate import kernel_runs
 from fledge.methods.shared.config import DraftConfig
 from fledge.methods.shared.norms import Renormed, late_linear, rms_norm, weight_grad
+from fledge.methods.shared.rotary import Turn, rotate
 
 
 def linear(in_features: int, out_features: int, *, bias: bool = False) -> nn.Linear:
@@ -37,7 +39,7 @@ class DraftAttention(nn.Module):
         self.q_proj = linear(in_features, q_size, bias=bias)
         self.k_proj = linear(in_features, kv_size, bias=bias)
         self.v_proj = linear(in_features, kv_size, bias=bias)
-        self.o_proj = linear(q_size, config.hidden_size, bias=bias)
+        self.o_proj = linear(q_size, config.hidden_size, bias=config.output_bias)
         self.channels = config.head_dim
         self.normed = config.qk_norm
         if self.normed:  # as in Qwen3: over the channels of a head
@@ -96,6 +98,7 @@ class DraftLayer(nn.Module):
             q_norm=attn.q_norm.weight.to(dtype) if attn.normed else None,
             k_norm=attn.k_norm.weight.to(dtype) if attn.normed else None,
             q_size=attn.q_proj.out_features,
+            channels=attn.channels,
             norm_residual=self.norm_residual,
             mlp_norm=self.post_attention_layernorm.weight.to(dtype),
             gate=mlp.gate_proj.weight.to(mlp_dtype),
@@ -120,7 +123,7 @@ class DraftLayer(nn.Module):
         bias = None
         if attn.biased:
             bias = torch.cat([proj.bias.to(dtype) for proj in projections])
-            out["o_bias"] = attn.o_proj.bias.to(dtype)
+            out["o_bias"] = None if attn.o_proj.bias is None else attn.o_proj.bias.to(dtype)
         if not self.fused:
             return out | {"state_qkv": qkv, "state_bias": bias}
         token = {"token_weight": qkv[:, :size], "token_bias": bias}
@@ -144,34 +147,22 @@ class DeepDraftLayer(DraftLayer):
     """Any deeper layer: an ordinary pre-norm Llama layer."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerWeights:
-    """A layer's weights in the dtype of the step; fused weights are split into their two halves."""
+# From queries [N, H, C], keys and values [N, G, C] of some rows to what they attend to, [N, H, C].
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-    q_size: int
-    norm_residual: bool  # use the normed state as the residual
-    o: Tensor
-    mlp_norm: Tensor
-    gate: Tensor
-    up: Tensor
-    down: Tensor
-    mlp_biases: tuple[Tensor, ...]  # of gate, up and down
+
+@dataclass(frozen=True, kw_only=True)
+class LayerInput:
+    """What the first layer reads: a token's part, computed from its embedding, beside a state or
+    merged with it."""
+
     eps: float
-    state_norm: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    # layer 0: computes the token's part of the input from the embedding, with the bias of q, k, v
     token_norm: Tensor | None = None
     token_weight: Tensor | None = None
     token_bias: Tensor | None = None
-    state_qkv: Tensor | None = None  # None: `late_qkv` is used instead
-    state_bias: Tensor | None = None  # of q, k, v if there is no token's part
-    o_bias: Tensor | None = None
-    late_qkv: tuple[Tensor, Tensor, Tensor] | None = None  # masters of q, k, v; `o` is one as well
-    merge_EE: Tensor | None = None  # EAGLE-1's layer 0: the half of fc that reads the state
-    recompute_mlp: bool = False  # recompute the MLP's activations, to save memory in long batches
-    used_once: bool = False  # recompute norms too; what is kept serves only one backward pass
-    checkpointed: bool = False  # keep nothing that torch does not know of: it reruns the layer
+    # where fc merges token and state before layer 0: the half that reads the state, and its norm
+    merge_EE: Tensor | None = None
+    merge_norm: Tensor | None = None
 
     def token_part(self, embedding_TE: Tensor) -> Tensor | None:
         """The embedding half of q, k, v side by side, or of fc; computed once per token."""
@@ -184,7 +175,39 @@ class LayerWeights:
         """The state that the layer reads, and the token's part that `project` still has to add."""
         if self.merge_EE is None or token_N is None:
             return state_NE, token_N
+        state_NE = rms_norm(state_NE, self.merge_norm, self.eps)
         return torch.addmm(token_N, state_NE, self.merge_EE.t()), None
+
+    def through(
+        self, state_NE: Tensor, token_N: Tensor | None, turn: Turn, attend: Attend
+    ) -> Tensor:
+        """The whole layer."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWeights(LayerInput):
+    """A layer's weights in the dtype of the step; fused weights are split into their two halves."""
+
+    q_size: int
+    channels: int  # of a head
+    norm_residual: bool  # use the normed state as the residual
+    o: Tensor
+    mlp_norm: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    mlp_biases: tuple[Tensor, ...]  # of gate, up and down
+    state_norm: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    state_qkv: Tensor | None = None  # None: `late_qkv` is used instead
+    state_bias: Tensor | None = None  # of q, k, v if there is no token's part
+    o_bias: Tensor | None = None
+    late_qkv: tuple[Tensor, Tensor, Tensor] | None = None  # masters of q, k, v; `o` is one as well
+    recompute_mlp: bool = False  # recompute the MLP's activations, to save memory in long batches
+    used_once: bool = False  # recompute norms too; what is kept serves only one backward pass
+    checkpointed: bool = False  # keep nothing that torch does not know of: it reruns the layer
 
     def normed(self, state_NE: Tensor) -> Tensor:
         return rms_norm(state_NE, self.state_norm, self.eps)
@@ -218,6 +241,21 @@ class LayerWeights:
 
     def keys(self, k_NGC: Tensor) -> Tensor:
         return rms_norm(k_NGC, self.k_norm, self.eps)
+
+    def through(
+        self, state_NE: Tensor, token_N: Tensor | None, turn: Turn, attend: Attend
+    ) -> Tensor:
+        state_NE, token_N = self.enter(state_NE, token_N)
+        qkv = self.project(self.normed(state_NE), token_N, slice(None))
+        kv_size = (qkv.shape[1] - self.q_size) // 2
+        parts = torch.split(qkv, [self.q_size, kv_size, kv_size], dim=1)  # its gradient is one cat
+        q, keys, values = (self.heads(part) for part in parts)
+        q, keys = rotate(self.queries(q), *turn), rotate(self.keys(keys), *turn)
+        return self.finish(state_NE, attend(q, keys, values))
+
+    def heads(self, x_NX: Tensor) -> Tensor:
+        """[N, heads, C]: projections, split into heads."""
+        return x_NX.reshape(len(x_NX), x_NX.shape[1] // self.channels, self.channels)
 
     def finish(self, residual_NE: Tensor, attended_NHC: Tensor) -> Tensor:
         """Output projection and SwiGLU, with their residuals."""

@@ -220,7 +220,10 @@ def verify_rotary(draft_config: PretrainedConfig, target: nn.Module) -> None:
 
 def _target_tables(rotary: nn.Module, position_T: Tensor, layers: str | None) -> list[Tensor]:
     device = next(rotary.buffers()).device
-    args: tuple[Any, ...] = (torch.zeros(1, device=device), position_T[None].to(device))
+    place: Tensor = position_T[None].to(device)
+    if hasattr(rotary, "mrope_section"):  # positions on three axes, all alike in text
+        place = place.expand(3, 1, -1)
+    args: tuple[Any, ...] = (torch.zeros(1, device=device), place)
     kinds = getattr(rotary, "rope_type", None)
     if isinstance(kinds, dict):  # one set of frequencies per layer type
         args += (layers or next(iter(kinds)),)

@@ -1,4 +1,4 @@
-"""The rollout of drafts that carry a state from depth to depth: EAGLE-1 and EAGLE-3.
+"""The rollout of drafts that carry a state from depth to depth: EAGLE-1, EAGLE-3 and native heads.
 
 `unroll` is the complete forward pass of training and replay: the target's features in, one state
 per (anchor, depth) element out. `objective` scores the states.
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from fledge.core.transfer import send
 from fledge.methods.shared.draft import DraftModel
-from fledge.methods.shared.layer import LayerWeights
+from fledge.methods.shared.layer import LayerInput, LayerWeights
 from fledge.methods.shared.norms import rms_norm
 from fledge.methods.shared.rotary import Rotary, rotate
 from fledge.rollout.attention import AttentionKind, KeysValues, gathered, rollout_attention
@@ -43,10 +43,16 @@ class UnrolledDraftModel(DraftModel):
     def norm_weight(self, dtype: torch.dtype) -> Tensor | None:
         """[E] weight of the norm before the head; None if there is no norm."""
 
-    def heads(self, x_NX: Tensor) -> Tensor:
-        """[N, heads, C]: projections, split into heads."""
-        channels = self.spec.head_dim
-        return x_NX.reshape(len(x_NX), x_NX.shape[1] // channels, channels)
+    def unrolled_layers(self, dtype: torch.dtype, rows: int | None = None) -> Sequence[LayerInput]:
+        """The layers as a rollout computes with them; given its rows in each layer, those of a step
+        that is differentiated."""
+        if rows is None:
+            return self.layer_weights(dtype)
+        return self.step_weights(dtype, rows, kept_gib=KEPT_MLP_GIB)
+
+    def embed_at(self, token_N: Tensor, position_N: Tensor, dtype: torch.dtype) -> Tensor:
+        """[N, E] what the draft reads of the tokens after these positions."""
+        return F.embedding(token_N, self.embed_tokens.weight).to(dtype)
 
     def unroll(
         self,
@@ -64,8 +70,7 @@ class UnrolledDraftModel(DraftModel):
         """
         dtype = compute_dtype or self.fc.weight.dtype
         step = _Step(self, plan, dtype, attention)
-        embedding_LE = F.embedding(input_ids_L, self.embed_tokens.weight).to(dtype)
-        token_L = step.layers[0].token_part(embedding_LE)
+        token_L = step.layers[0].token_part(self.embed_at(input_ids_L, plan.position_L, dtype))
         assert token_L is not None
         state_NE = step.depth_zero(self.project_hidden_states(aux_OD, dtype), token_L)
         norm = self.norm_weight(dtype)
@@ -92,7 +97,7 @@ class _Step:
         attention: AttentionKind,
     ) -> None:
         self.model, self.plan, self.kind = model, plan, attention
-        self.layers = model.step_weights(dtype, sum(plan.counts), kept_gib=KEPT_MLP_GIB)
+        self.layers = model.unrolled_layers(dtype, sum(plan.counts))
         self.cos_LC, self.sin_LC = model.rotary(plan.position_L, dtype)
         self.prefix: list[KeysValues] = []
         self.chains: list[list[KeysValues]] = [[] for _ in self.layers]
@@ -132,19 +137,41 @@ class _Step:
         share = self.plan.share
         return values_L if share is None else values_L.index_select(0, share.own_O)
 
+    def _whole_layer_zero(
+        self,
+        layer: LayerInput,
+        state_OE: Tensor,
+        token_O: Tensor | None,
+        turn: tuple[Tensor, Tensor],
+        rows: QueryRows,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A layer that can be computed only for all rows: then some are kept."""
+        share, made = self.plan.share, list[KeysValues]()
+
+        def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            made.append(gathered((keys, values), None if share is None else share.gathering))
+            return rollout_attention(q, *made[0], self.plan.every, kind=self.kind)
+
+        state_OE = layer.through(state_OE, token_O, turn, attend)
+        if rows is not self.plan.every:
+            state_OE = state_OE.index_select(0, rows.slot_N if share is None else share.anchor_N)
+        return state_OE, *made[0]
+
     def _layer_zero(
         self,
-        layer: LayerWeights,
+        layer: LayerInput,
         state_OE: Tensor,
         token_O: Tensor | None,
         turn: tuple[Tensor, Tensor],
         rows: QueryRows,
     ) -> tuple[Tensor, Tensor, Tensor]:
         share = self.plan.share
+        if not isinstance(layer, LayerWeights):
+            return self._whole_layer_zero(layer, state_OE, token_O, turn, rows)
         state_OE, token_O = layer.enter(state_OE, token_O)
         normed_OE = layer.normed(state_OE)
         kv = layer.project(normed_OE, token_O, slice(layer.q_size, None))
-        keys, values = self.model.heads(kv).chunk(2, dim=1)
+        keys, values = layer.heads(kv).chunk(2, dim=1)
         own_pair = (rotate(layer.keys(keys), *turn), values)
         keys, values = gathered(own_pair, None if share is None else share.gathering)
         cos, sin = turn
@@ -155,13 +182,13 @@ class _Step:
             if token_O is not None:
                 token_O = token_O[:, : layer.q_size].index_select(0, anchor_N)
         q = layer.project(normed_OE, token_O, slice(0, layer.q_size))
-        q = rotate(layer.queries(self.model.heads(q)), cos, sin)
+        q = rotate(layer.queries(layer.heads(q)), cos, sin)
         out = rollout_attention(q, keys, values, rows, kind=self.kind)
         return layer.finish(state_OE, out), keys, values
 
     def _layer_deeper(
         self,
-        layer: LayerWeights,
+        layer: LayerInput,
         state_NE: Tensor,
         token_N: Tensor | None,
         rows: QueryRows,
@@ -169,16 +196,15 @@ class _Step:
         prefix: KeysValues,
         before: Sequence[KeysValues],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        state_NE, token_N = layer.enter(state_NE, token_N)
-        qkv = layer.project(layer.normed(state_NE), token_N, slice(None))
-        kv_size = (qkv.shape[1] - layer.q_size) // 2
-        parts = torch.split(qkv, [layer.q_size, kv_size, kv_size], dim=1)  # its gradient is one cat
-        q, keys, values = map(self.model.heads, parts)
-        cos, sin = (x.index_select(0, slot_N) for x in (self.cos_LC, self.sin_LC))
-        q, keys = rotate(layer.queries(q), cos, sin), rotate(layer.keys(keys), cos, sin)
-        chain = (*before, (keys, values))
-        out = rollout_attention(q, *prefix, rows, chain=chain, kind=self.kind)
-        return layer.finish(state_NE, out), keys, values
+        made: list[KeysValues] = []
+
+        def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            made.append((keys, values))
+            return rollout_attention(q, *prefix, rows, chain=(*before, *made), kind=self.kind)
+
+        turn = (self.cos_LC.index_select(0, slot_N), self.sin_LC.index_select(0, slot_N))
+        state_NE = layer.through(state_NE, token_N, turn, attend)
+        return state_NE, *made[0]
 
 
 # --- noise on features ----------------------------------------------------------------------------
