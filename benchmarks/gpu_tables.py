@@ -147,7 +147,7 @@ def main() -> None:
 def summary(calls: dict[str, Any], figures: Figures, made: dict[str, list[str]]) -> str:
     lines = ["# A round on a GPU", ""]
     lines += ["Measured by `benchmarks/gpu_round.py`, written by `benchmarks/gpu_tables.py` from"]
-    lines += ["[the calls' files](data/gpu_round)."]
+    lines += ["the calls' files in `data/gpu_round`."]
     lines += [""]
     for name, call in calls.items():
         about = ", ".join(f"{key} {call[key]}" for key in ("device", "torch", "commit", "date"))
