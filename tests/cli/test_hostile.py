@@ -153,7 +153,7 @@ def test_unwritable_outputs_are_refused(place, monkeypatch, capfd, command, out)
         ("train recipe.yaml target.backend=sglang", "target.backend"),
         ("train recipe.yaml training.epochs=1e12", "training.epochs"),
         ("train recipe.yaml packing.tokens=1000000000000", "out of memory"),
-        ("train recipe.yaml draft.init_from=target", "tensors missing"),
+        ("train recipe.yaml draft.init_from=./target", "tensors missing"),
         ("regenerate chats.jsonl --out new.jsonl --url http://[::1", "not an address"),
         ("regenerate chats.jsonl --out new.jsonl --url http://host:99999", "not an address"),
         ("bench http://host:99999", "not an address"),

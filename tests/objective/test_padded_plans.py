@@ -58,10 +58,10 @@ def run_evenly(module, batch, quantum):
     return result
 
 
-def check(module, batch, quanta=(1, 16, 100)):
+def check(module, batch, quanta=(1, 16, 100), *, tolerance=1e-11):
     expected = run(module, batch)
     for quantum in quanta:
-        assert_same(expected, run_evenly(module, batch, quantum))
+        assert_same(expected, run_evenly(module, batch, quantum), tolerance=tolerance)
     return expected[0]
 
 
@@ -75,7 +75,8 @@ def test_round_sizes_change_nothing(name, attention):
         packed_batch([documents], 60),
         packed_batch([documents[:4], documents[4:]], 37),
     ):
-        assert check(module, batch).loss > 0
+        # transformers' own layers compute their norms in float32
+        assert check(module, batch, tolerance=1e-7 if "hosted" in name else 1e-11).loss > 0
 
 
 OPTIONS = {

@@ -46,6 +46,12 @@ def local_model(name: str, *, weights: bool = True) -> Path:
     raise BadInput(f"no such model '{name}'", where="model", fix=_name_hint(name))
 
 
+def comes_as_gguf(name: str) -> bool:
+    """Whether its weights were stored in few bits and are float32 only since they were read."""
+    path = Path(name).expanduser()
+    return name in embedded.MODELS or path.suffix.lower() == ".gguf" or gguf.is_gguf(path)
+
+
 def gguf_file(name: str) -> Path:
     """The GGUF file of a model that comes as one: what llama.cpp reads."""
     if name in embedded.MODELS:

@@ -141,8 +141,8 @@ class LoadedTarget(TargetSection):
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16", "fp8"], BeforeValidator(spelt_out)
     ] = "auto"
-    """Precision of the target's forward; auto: as stored, but for models stored in float32 or
-    bfloat16 what the device multiplies fast. Train on what will be served."""
+    """Precision of the target's forward; auto: as stored, but float32 is bfloat16 where the device
+    multiplies it (on a CPU: of GGUF models only). Train on what will be served."""
 
     supervision: Literal["hidden", "probs", "logits"] = "hidden"
     """How the target's answer travels: hidden states suit every objective and loss."""

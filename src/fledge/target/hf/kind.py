@@ -90,19 +90,20 @@ class HfKind(LoadedKind[HfTarget]):
 
 
 def _dtype_name(section: HfTarget, device: "torch.device") -> str:
-    """As named; auto: as stored, but a model stored in float32 (a dequantized one) runs in bfloat16
-    where the device multiplies it, and one stored in bfloat16 in float32 on a CPU that does not."""
+    """As named; auto: as stored, but float32 becomes bfloat16 where the device multiplies it, on a
+    CPU only for GGUF models, whose weights had fewer bits before; and what is stored in bfloat16
+    becomes float32 on a CPU that does not multiply it."""
     import torch
 
     from fledge.core.machine import multiplies_bfloat16
+    from fledge.models.resolve import comes_as_gguf
     from fledge.target.kinds import target_config
 
     stored = getattr(target_config(section), "dtype", None) if section.dtype == "auto" else None
-    if stored == torch.float32 and multiplies_bfloat16(device):
+    on_cpu, fast = device.type == "cpu", multiplies_bfloat16(device)
+    if stored == torch.float32 and fast and (not on_cpu or comes_as_gguf(section.model)):
         return "bfloat16"
-    if stored == torch.bfloat16 and device.type == "cpu" and not multiplies_bfloat16():
-        return "float32"
-    return section.dtype
+    return "float32" if stored == torch.bfloat16 and on_cpu and not fast else section.dtype
 
 
 HF = HfKind()
