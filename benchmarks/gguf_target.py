@@ -35,8 +35,10 @@ def target_gguf(name: str, path: Path, dtype: str = "f32") -> Path:
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_rope_dimension_count(size)
+    writer.add_key_length(size)
+    writer.add_value_length(size)
     writer.add_vocab_size(config["vocab_size"])
     for key, value in tokenizer_keys(name, config["vocab_size"]).items():
         add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}

@@ -121,13 +121,15 @@ def train(
     batches: Iterable[tuple[torch.Tensor, ...]],
     *,
     lr: float = 3e-3,
+    **options: Any,
 ) -> list[float]:
-    """Train the draft on the target's answers to the batches; returns the loss of every step."""
+    """Train the draft on the target's answers to the batches; returns the loss of every step.
+    `options` are the objective's."""
     ids = draft.selected_token_ids
     assert ids is not None
     inputs = TrainerInputs(ids, _marked(ids, draft.config.vocab_size), target.info().head, None)
     method = method_of(draft.config)
-    module: Any = method.objective(draft, inputs, **method.bench_options(depths=4))
+    module: Any = method.objective(draft, inputs, **method.bench_options(depths=4) | options)
     optimizer = torch.optim.Adam([p for p in draft.parameters() if p.requires_grad], lr=lr)
     losses = []
     for batch in batches:

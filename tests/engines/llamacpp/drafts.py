@@ -1,17 +1,12 @@
 """Briefly trained drafts of three methods for SmolLM2-135M, which llama.cpp serves in float32."""
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from engines.cases import make_draft
-from fledge.formats.codec import PlainDraft, TargetFacts, config_values, draft_facts
-from fledge.formats.gguf_layout import GgufFormat, write_gguf
-from fledge.formats.gguf_tokenizer import tokenizer_keys
-from fledge.formats.source import read_source
 from fledge.measure.replay import Replay, Text, replay
 from fledge.methods.base import TrainerInputs
 from fledge.methods.registry import method_of
@@ -29,7 +24,7 @@ _BLOCK = {"mask_token_id": 16, "num_hidden_layers": 2}
 KINDS: dict[str, tuple[int | None, dict[str, Any], dict[str, Any]]] = {
     # width, config, options of the objective
     "eagle3": (WIDTH, {}, {"ttt_steps": 3}),
-    "dflash": (None, {**_BLOCK, "block_size": DEPTHS + 1}, {"anchors": 12}),
+    "dflash": (WIDTH, {**_BLOCK, "block_size": DEPTHS + 1}, {}),
     "dspark": (
         WIDTH,
         {**_BLOCK, "block_size": DEPTHS, "sample_from_anchor": True, "markov_rank": 32,
@@ -78,13 +73,15 @@ def _rows(texts: Sequence[Text]) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return ids, real, loss
 
 
-def replayed(draft: DraftModel, target: HFEagle3TargetModel, texts: Sequence[Text]) -> list[Replay]:
-    results = list(replay(target, draft, texts, num_draft_tokens=DEPTHS))
+def replayed(
+    draft: DraftModel, target: HFEagle3TargetModel, texts: Sequence[Text], depths: int = DEPTHS
+) -> list[Replay]:
+    results = list(replay(target, draft, texts, num_draft_tokens=depths))
     assert not any(result.other_picks for result in results)
     return results
 
 
-def counted(result: Replay, limit: int, end: int) -> tuple[int, int, int]:
+def counted(result: Replay, limit: int, end: int, depths: int = DEPTHS) -> tuple[int, int, int]:
     """Rounds, drafted and accepted tokens as llama.cpp counts them, for `limit` new tokens.
 
     The prompt's pass yields the first token. A round never drafts past the limit; accepted tokens
@@ -94,37 +91,8 @@ def counted(result: Replay, limit: int, end: int) -> tuple[int, int, int]:
     rounds = drafted = accepted = 0
     known = 1
     while known < limit and end not in answer[:known]:
-        most = min(DEPTHS, limit - known - 1)
+        most = min(depths, limit - known - 1)
         right = min(result.accepted_T[prompt + known - 2], most)
         rounds, drafted, accepted = rounds + (most > 0), drafted + most, accepted + right
         known += right + 1
     return rounds, drafted, accepted
-
-
-def write_changed(
-    draft: Path,
-    path: Path,
-    *,
-    keys: Mapping[str, Any] | None = None,
-    tensors: Mapping[str, torch.Tensor] | None = None,
-    **layout: Any,
-) -> Path:
-    """A draft's GGUF file without any check, and with something wrong."""
-    facts = TargetFacts(layers=30)
-    plain = read_source(draft).draft(facts)
-    method = method_of(plain.config)
-    changed = dataclasses.replace(method.formats["llama.cpp"], **layout)
-    assert isinstance(changed, GgufFormat)
-    plain = PlainDraft(plain.config, {**plain.tensors, **(tensors or {})})
-    plain = method.with_target_rows(plain, _head() if method.name != "eagle3" else None)
-    own = draft_facts(plain, facts, num_draft_tokens=DEPTHS)
-    values = {**config_values(changed, own, frozenset()), **(keys or {})}
-    tokenizer = tokenizer_keys(TARGET, plain.config.vocab_size)
-    write_gguf(path, changed, plain, values, tokenizer, name="wrong", types={})
-    return path
-
-
-def _head() -> torch.Tensor:
-    from fledge.models.resolve import load_model
-
-    return load_model(TARGET).lm_head.weight.detach()

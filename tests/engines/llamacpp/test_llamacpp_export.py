@@ -1,7 +1,5 @@
 """Exported drafts in a real llama.cpp: texts are the target's own, and every prompt takes the
 rounds that replay counts. Target, draft and caches are in float32, so that both compute the same.
-
-The controls change one thing each in a file, as our self-check would not let pass.
 """
 
 from collections.abc import Callable
@@ -20,7 +18,6 @@ from engines.llamacpp.drafts import (
     counted,
     replayed,
     trained,
-    write_changed,
 )
 from engines.llamacpp.serving import ENVIRONMENT, serve
 from fledge.data.template import ChatTemplate
@@ -113,7 +110,9 @@ def case(place: Place) -> Callable[[str], Case]:
     def make(kind: str) -> Case:
         directory = place.root / kind
         draft, target = trained(kind, place.texts[:TRAINED], directory)
-        without = kind != "dspark"  # its reduced vocabulary takes rows of the target's head
+        without = (
+            kind == "eagle3"
+        )  # the others' reduced vocabularies take rows of the target's head
         out = export_draft(
             directory, place.root / f"{kind}-served", engine="llama.cpp", target=TARGET,
             without_target=without, num_draft_tokens=DEPTHS,
@@ -133,34 +132,3 @@ def test_texts_and_rounds_are_those_of_replay(kind: str, place: Place, case: Any
     assert served.rounds == sum(rounds for rounds, _, _ in expected)
     drafted, accepted = (sum(e[i] for e in expected) for i in (1, 2))
     assert PROMPTS < accepted < 0.9 * drafted
-
-
-def _offsets(draft: Path) -> dict[str, Any]:
-    from safetensors.torch import load_file
-
-    d2t = load_file(draft / "model.safetensors")["d2t"]
-    return {"tensors": {"d2t": d2t - torch.arange(len(d2t))}}  # the writer adds it again
-
-
-# What is wrong with a file: the draft's kind, and arguments of `write_changed`.
-CONTROLS: dict[str, tuple[str, Callable[[Path], dict[str, Any]]]] = {
-    "target layers": ("eagle3", lambda _: {"aux_id_offset": 0}),
-    "target layers of a block": ("dflash", lambda _: {"aux_id_offset": 0}),
-    "d2t as offsets": ("eagle3", _offsets),
-    "order of q and k": ("eagle3", lambda _: {"pairs_channels": False}),
-    "order of q and k of a block": ("dflash", lambda _: {"pairs_channels": True}),
-    "mask token": ("dflash", lambda _: {"keys": {"tokenizer.ggml.mask_token_id": 900}}),
-}
-
-
-@pytest.mark.parametrize("control", CONTROLS)
-def test_a_wrong_file_is_noticed(control: str, place: Place, case: Any, tmp_path: Path) -> None:
-    kind, change = CONTROLS[control]
-    directory, count = case(kind).draft, 6
-    wrong = write_changed(directory, tmp_path / "wrong.gguf", **change(directory))
-    served = place.serve(kind, wrong, count)
-    # whatever is drafted, the text is the target's
-    assert [a.token_ids for a in served.answers] == [place.expected(t) for t in place.texts[:count]]
-    expected = [counted(result, LIMIT, place.end) for result in case(kind).replays[:count]]
-    same = sum(a.accepted == e[2] for a, e in zip(served.answers, expected, strict=True))
-    assert same <= count // 2
